@@ -1,0 +1,93 @@
+# make demo [ENGINE=sglang|hf]   set-up and the whole pipeline on real text (about 6 minutes)
+# make test                      set-up, lint, types, unit tests, end-to-end test with a real server
+#
+# Both need only Python 3.11+ and pip. Environments and the model are made once and reused; a change
+# of their requirements re-installs them. Nothing outside this folder is written.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENGINE ?= sglang
+DEMO ?= .demo
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+SGL := .venv-sglang
+MODEL := .demo/model
+CPU := examples/sglang_cpu
+BASETEMP ?=
+pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq
+
+.PHONY: help demo test lint types unit e2e env env-sglang model format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \?//p;/^$$/q' Makefile
+
+# torch first: any package that asks for torch later then finds the build chosen here.
+$(VENV)/.ready: pyproject.toml examples/requirements.txt examples/requirements-nodeps.txt
+	@echo "==> $(VENV): hslake, its tests and the Hugging Face engine (once, about two minutes)"
+	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	$(call pip,$(VENV)) $(TORCH)
+	$(call pip,$(VENV)) -r examples/requirements.txt -e '.[dev,hf]'
+	$(call pip,$(VENV)) --no-deps -r examples/requirements-nodeps.txt
+	touch $@
+
+$(SGL)/.ready: pyproject.toml $(CPU)/requirements.txt $(CPU)/requirements-nodeps.txt
+	@echo "==> $(SGL): a real SGLang server on the CPU, 1.8 GB (once, about two minutes)"
+	[ -x $(SGL)/bin/python ] || $(PYTHON) -m venv $(SGL)
+	$(call pip,$(SGL)) $(TORCH)
+	$(call pip,$(SGL)) -r $(CPU)/requirements.txt
+	$(call pip,$(SGL)) --no-deps -r $(CPU)/requirements-nodeps.txt
+	$(SGL)/bin/python -m pip --disable-pip-version-check uninstall -qq -y triton
+	$(call pip,$(SGL)) -e .
+	touch $@
+
+$(MODEL)/config.json: | $(VENV)/.ready
+	@echo "==> $(MODEL): SmolLM2-135M as a Hugging Face folder (once)"
+	mkdir -p $(dir $(MODEL))
+	$(VENV)/bin/python $(CPU)/convert_smollm2.py $(MODEL) 2>$(MODEL).log || { cat $(MODEL).log; exit 1; }
+
+env: $(VENV)/.ready
+env-sglang: $(SGL)/.ready
+model: $(MODEL)/config.json
+
+ifeq ($(ENGINE),sglang)
+demo: $(SGL)/.ready
+endif
+demo: $(VENV)/.ready $(MODEL)/config.json
+	@echo "==> hslake demo ($(ENGINE))"
+	$(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
+	  --server-python $(SGL)/bin/python
+
+test: lint types unit e2e
+
+lint: $(VENV)/.ready
+	@echo "==> lint"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.ready
+	@echo "==> types"
+	$(VENV)/bin/mypy
+
+unit: $(VENV)/.ready
+	@echo "==> unit tests"
+	$(VENV)/bin/python -m pytest tests --ignore tests/e2e
+
+e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
+	@echo "==> end-to-end test with a real SGLang server"
+	HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL)) \
+	  $(VENV)/bin/python -m pytest tests/e2e
+
+format: $(VENV)/.ready
+	@$(VENV)/bin/ruff check --fix --quiet .
+	$(VENV)/bin/ruff format --quiet .
+
+# Everything that `make` made, and nothing else: environments, model, the demo's lakes, caches.
+clean:
+	@rm -rf $(VENV) $(SGL) .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,115 @@
+"""The checksum and the statistics of a sample's rows, in NumPy.
+
+The checksum is fixed for the life of the format. With mix = splitmix64, A[c] = mix(c) | 1,
+B[p] = mix(2**40 + p) | 1 and u16[p, c] the 16-bit lanes of row p (a float32 is two lanes, low half
+first), it is  sum_p B[p] * (sum_c A[c] * u16[p, c])  mod 2**64, stored as int64. `p` is the
+position in the sample, so partial sums over any split of the rows simply add up.
+splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+MASK64 = (1 << 64) - 1
+_BLOCK_ROWS = 64  # keeps the widened block inside the L2 cache
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function of uint64 `x` (wraps mod 2**64)."""
+    x = x.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=8)
+def lane_weights(lanes: int) -> np.ndarray:
+    """A[0..lanes), uint64."""
+    return mix(np.arange(lanes, dtype=np.uint64)) | np.uint64(1)
+
+
+def row_weights(position: int, rows: int) -> np.ndarray:
+    """B[position..position + rows), uint64."""
+    start = np.uint64((1 << 40) + position)
+    return mix(np.arange(rows, dtype=np.uint64) + start) | np.uint64(1)
+
+
+def as_lanes(rows: np.ndarray) -> np.ndarray:
+    """View C-contiguous rows [n, hidden] of a 2- or 4-byte type as uint16 lanes [n, lanes]."""
+    return rows.view("<u2") if rows.dtype.itemsize != 2 else rows.view(np.uint16)
+
+
+def rows_checksum(rows: np.ndarray, position: int = 0) -> int:
+    """Partial checksum (0 <= sum < 2**64) of rows [n, hidden] at sample positions from `position`.
+
+    `rows` is any 2- or 4-byte dtype, C-contiguous along the last axis.
+    """
+    lanes = as_lanes(rows)
+    a = lane_weights(lanes.shape[1])
+    sums = np.empty(len(lanes), np.uint64)
+    for i in range(0, len(lanes), _BLOCK_ROWS):
+        block = lanes[i : i + _BLOCK_ROWS].astype(np.uint64)
+        sums[i : i + _BLOCK_ROWS] = np.einsum("ij,j->i", block, a)
+    return int((sums * row_weights(position, len(lanes))).sum(dtype=np.uint64))
+
+
+def to_int64(total: int) -> int:
+    """The stored form of a checksum: the sum mod 2**64 as a signed 64-bit integer."""
+    total &= MASK64
+    return total - (1 << 64) if total >= 1 << 63 else total
+
+
+def sample_checksum(rows: np.ndarray) -> int:
+    """Stored checksum (int64) of one whole stream of a sample, rows [length, hidden]."""
+    return to_int64(rows_checksum(rows, 0))
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Mergeable statistics of one stream's rows; non-finite values count only in `nonfinite`."""
+
+    sum_squares: float = 0.0
+    absmax: float = 0.0
+    nonfinite: int = 0
+    count: int = 0
+
+    def merge(self, other: "RowStats") -> "RowStats":
+        """Statistics of both sets of rows together."""
+        return RowStats(
+            self.sum_squares + other.sum_squares,
+            max(self.absmax, other.absmax),
+            self.nonfinite + other.nonfinite,
+            self.count + other.count,
+        )
+
+    def rms(self) -> float:
+        """Root of the mean square over the finite values; 0 when there is none."""
+        finite = self.count - self.nonfinite
+        return float((self.sum_squares / finite) ** 0.5) if finite else 0.0
+
+
+def to_float32(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """Values of stored bit patterns: uint16 -> bfloat16/float16 or uint32 -> float32, as float32."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return bits.view(np.float32)
+
+
+def row_stats(values: np.ndarray) -> RowStats:
+    """Statistics of float32 `values` [rows, hidden]; squares are summed in float64."""
+    total, peak, bad = 0.0, 0.0, 0
+    for i in range(0, len(values), _BLOCK_ROWS):
+        block = values[i : i + _BLOCK_ROWS]
+        finite = np.isfinite(block)
+        wrong = block.size - int(finite.sum())
+        if wrong:
+            block, bad = block[finite], bad + wrong
+        if block.size:
+            flat = block.astype(np.float64).ravel()
+            total += float(flat @ flat)
+            peak = max(peak, float(np.abs(block).max()))
+    return RowStats(total, peak, bad, values.size)

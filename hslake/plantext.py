@@ -1,0 +1,106 @@
+"""Turn `text` and `messages` of a plan file into tokens and a loss mask, with the model's tokenizer.
+
+`text` is supervised everywhere. Of `messages`, the assistant's turns are: by the chat template's own
+generation marks where it has them, otherwise by rendering turn by turn, and only where the rendered
+beginnings are exact beginnings of the whole conversation.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from hslake.errors import InvalidInput, Missing
+from hslake.planfile import Tokenize
+
+
+def tokenizer(folder: str) -> Tokenize:
+    """A Tokenize for `hslake.planfile` from the tokenizer files in `folder`.
+
+    Needs the extra `hf`. Runs no code from the folder and fetches nothing.
+    """
+    if not Path(folder).is_dir():
+        raise Missing(f"--tokenizer {folder}: no such directory, expected the model's folder")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InvalidInput(
+            f"--tokenizer needs transformers: pip install 'hslake[hf]' ({error})"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise InvalidInput(f"--tokenizer {folder}: cannot be loaded: {error}") from error
+
+    def tokenize(column: str, value: Any, where: str) -> tuple[list[int], list[int]]:
+        if column == "messages":
+            return _messages(loaded, value, where)
+        if not isinstance(value, str):
+            raise InvalidInput(f"{where}: found {type(value).__name__}, expected text")
+        ids = list(loaded.encode(value))
+        return ids, [1] * len(ids)
+
+    return tokenize
+
+
+def _messages(tok: Any, value: Any, where: str) -> tuple[list[int], list[int]]:
+    turns = _check(value, where)
+    if not tok.chat_template:
+        raise InvalidInput(f"{where}: this tokenizer has no chat template; give `text` instead")
+    try:
+        if "{% generation" in tok.chat_template or "{%- generation" in tok.chat_template:
+            out = tok.apply_chat_template(
+                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = list(out["input_ids"]), list(out["assistant_masks"])
+        else:
+            ids, mask = _by_turn(tok, turns, where)
+    except InvalidInput:
+        raise
+    except Exception as error:  # a template raises whatever it likes
+        raise InvalidInput(f"{where}: the chat template refuses it: {error}") from error
+    if not any(mask):
+        raise InvalidInput(f"{where}: no assistant tokens to supervise")
+    return ids, mask
+
+
+def _by_turn(tok: Any, turns: list[dict[str, str]], where: str) -> tuple[list[int], list[int]]:
+    ids = _render(tok, turns, False)
+    mask = [0] * len(ids)
+    for i, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        # Up to where the model would start to write, and up to where it stops.
+        if i == 0:
+            raise InvalidInput(f"{where}: starts with the assistant; begin with a user's turn")
+        start, end = _render(tok, turns[:i], True), _render(tok, turns[: i + 1], False)
+        if ids[: len(start)] != start or ids[: len(end)] != end or len(end) < len(start):
+            raise InvalidInput(
+                f"{where}: turn {i + 1}: the chat template renders the beginning of the "
+                "conversation differently from the whole, so the assistant's tokens cannot be "
+                "marked exactly; give input_ids and loss_mask"
+            )
+        mask[len(start) : len(end)] = [1] * (len(end) - len(start))
+    return ids, mask
+
+
+def _render(tok: Any, turns: list[dict[str, str]], prompt: bool) -> list[int]:
+    out = tok.apply_chat_template(
+        turns, tokenize=True, add_generation_prompt=prompt, return_dict=True
+    )
+    return list(out["input_ids"])
+
+
+def _check(value: Any, where: str) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise InvalidInput(f"{where}: found {type(value).__name__}, expected a list of turns")
+    turns = []
+    for i, turn in enumerate(value):
+        texts = isinstance(turn, dict) and [turn.get("role"), turn.get("content")]
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise InvalidInput(f"{where}: turn {i + 1}: expected text in `role` and `content`")
+        unknown = {k for k, v in turn.items() if v is not None} - {"role", "content"}
+        if unknown:
+            raise InvalidInput(
+                f"{where}: turn {i + 1}: `{min(unknown)}` is not supported yet; give input_ids"
+            )
+        turns.append({"role": turn["role"], "content": turn["content"]})
+    return turns

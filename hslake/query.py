@@ -1,0 +1,300 @@
+"""SQL over a lake: a DuckDB connection with its views, and the named queries in `queries/`.
+
+The connection sees one pinned manifest version and nothing else: file access is limited to the
+Parquet files of that version, statements to SELECT, and the configuration is locked. Works without
+any DuckDB extension; files on object stores are read through fsspec.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pyarrow as pa
+
+from hslake import schemas
+from hslake.errors import InvalidInput, Missing
+from hslake.spec import LakeSpec
+from hslake.views import VIEWS
+
+if TYPE_CHECKING:
+    from hslake.lake import Lake
+
+MEMORY = "HSLAKE_DUCKDB_MEMORY"
+_GIB = 1 << 30
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_READS = ("SELECT", "EXPLAIN")
+
+
+@dataclass(frozen=True)
+class NamedQuery:
+    """One file of `queries/`: its SQL, what it answers, and its parameters with their defaults."""
+
+    name: str
+    description: str
+    params: dict[str, int | float | str]
+    sql: str
+
+
+# -- connection ---------------------------------------------------------------------------------
+
+
+def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
+    """A read-only connection with the views of `lake` at the version it is open at."""
+    files = {"manifest": lake.manifest_table().files(), "plan": lake.plan_table().files()}
+    return connect_files(files, lake.spec, _filesystem(lake.url))
+
+
+def connect_files(
+    files: Mapping[str, Sequence[str]], spec: LakeSpec | None = None, filesystem: Any = None
+) -> duckdb.DuckDBPyConnection:
+    """A connection over explicit Parquet files: `files["manifest"]` and `files["plan"]`.
+
+    `filesystem`: the fsspec filesystem that opens them when they are not local.
+    """
+    spill = Path(tempfile.gettempdir()) / f"hslake-duckdb-{uuid.uuid4().hex}"
+    con = duckdb.connect(
+        ":memory:",
+        config={
+            "memory_limit": os.environ.get(MEMORY) or f"{_memory() // (1 << 20)}MiB",
+            # Made by DuckDB when it first spills, removed by it at close. A directory of its own:
+            # two processes in one directory would take each other's files.
+            "temp_directory": str(spill),
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",
+            "TimeZone": "UTC",
+        },
+    )
+    if filesystem is not None:
+        con.register_filesystem(filesystem)
+    tables = (("manifest", "manifest", files["manifest"]), ("plan_log", "plan", files["plan"]))
+    paths: list[str] = []
+    for view, schema, urls in tables:
+        _table_view(con, view, schema, list(urls))
+        paths += urls
+    _spec_view(con, spec)
+    for name, sql in VIEWS.items():
+        con.execute(f"create temp view {name} as {sql}")
+    con.execute(f"set allowed_paths = {_literal(paths)}")
+    con.execute("set enable_external_access = false")
+    con.execute("set lock_configuration = true")
+    return con
+
+
+def _table_view(
+    con: duckdb.DuckDBPyConnection, view: str, schema: str, files: list[str]
+) -> None:
+    """A view over the Parquet files, or over no rows when there are none."""
+    empty = schemas.arrow_schema(schema).empty_table()
+    if not files:
+        con.register(f"_{view}_empty", empty)
+        con.execute(f"create temp table {view} as select * from _{view}_empty")
+        con.unregister(f"_{view}_empty")
+        return
+    try:
+        con.execute(
+            f"create temp view {view} as "
+            f"select * from read_parquet({_literal(files)}, union_by_name = true)"
+        )
+    except duckdb.Error as error:
+        raise Missing(
+            f"a file of the lake's {schema} table cannot be read: {_first_line(error)}; "
+            "the table needs every file that its log names"
+        ) from error
+
+
+def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
+    row: dict[str, Any] = dict.fromkeys(
+        ("lake_id", "model", "num_layers", "hidden_size", "streams", "dtype", "codec",
+         "bytes_per_token", "estimate_tokens", "estimate_bytes")
+    )  # fmt: skip
+    if spec is not None:
+        row.update(
+            lake_id=spec.lake_id,
+            model=spec.model.name,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            streams=list(spec.streams),
+            dtype=spec.dtype,
+            codec=spec.codec,
+            bytes_per_token=spec.bytes_per_token,
+            estimate_tokens=spec.estimate.tokens,
+            estimate_bytes=spec.estimate.bytes,
+        )
+    kinds = {"streams": pa.list_(pa.string())} | dict.fromkeys(
+        ("lake_id", "model", "dtype", "codec"), pa.string()
+    )
+    table = pa.Table.from_pydict(
+        {k: pa.array([v], kinds.get(k, pa.int64())) for k, v in row.items()}
+    )
+    con.register("_spec", table)
+    con.execute("create temp table spec as select * from _spec")
+    con.unregister("_spec")
+
+
+def _filesystem(url: str) -> Any:
+    if "://" not in url or url.startswith(("file://", "local://")):
+        return None
+    import fsspec
+
+    return fsspec.core.url_to_fs(url)[0]
+
+
+def _memory() -> int:
+    """Half of what this process may use, at most 8 GiB: the loader and DuckDB share a machine."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(path).read_text("ascii")))
+        except (OSError, ValueError):
+            continue  # no such cgroup, or "max"
+    return max(min(total // 2, 8 * _GIB), _GIB // 2)
+
+
+def _literal(texts: Sequence[str]) -> str:
+    return "[" + ", ".join("'" + t.replace("'", "''") + "'" for t in texts) + "]"
+
+
+# -- named queries ------------------------------------------------------------------------------
+
+
+@cache
+def named() -> dict[str, NamedQuery]:
+    """The named queries, by name."""
+    found = [parse(p.read_text("utf-8"), p.name) for p in schemas.data_dir("queries").glob("*.sql")]
+    return {q.name: q for q in sorted(found, key=lambda q: q.name)}
+
+
+def parse(text: str, where: str) -> NamedQuery:
+    """Parse one query file: `-- name:`, `-- description:`, `-- params: k=default, ...`."""
+    head: dict[str, str] = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"--\s*(name|description|params):\s*(.*)", line.strip())
+        if match:
+            head.setdefault(match[1], match[2].strip())
+    if not _NAME.fullmatch(head.get("name", "")) or not head.get("description"):
+        raise InvalidInput(f"{where}: expected header lines `-- name:` and `-- description:`")
+    params: dict[str, int | float | str] = {}
+    for part in filter(None, (p.strip() for p in head.get("params", "").split(","))):
+        key, sign, value = part.partition("=")
+        if not sign or not _NAME.fullmatch(key.strip()):
+            raise InvalidInput(f"{where}: params: found {part!r}, expected name=default")
+        params[key.strip()] = _value(value.strip())
+    return NamedQuery(head["name"], head["description"], params, text)
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+def run(
+    lake: Lake | str,
+    sql_or_name: str,
+    params: Mapping[str, Any] | None = None,
+    version: int | None = None,
+) -> pa.Table:
+    """Run one SELECT, or the named query of that name, and return the rows.
+
+    `lake`: an open Lake, or its URL; `version`: a manifest version (default: the one `lake` is open
+    at, or the newest); `params`: values for the query's `$name`s. Raises InvalidInput with DuckDB's
+    message when the query fails.
+    """
+    from hslake.lake import open_lake
+
+    sql, values = resolve(sql_or_name, params)
+    if isinstance(lake, str) or (version is not None and version != lake.version):
+        lake = open_lake(lake if isinstance(lake, str) else lake.url, version=version)
+    with connect(lake) as con:
+        return execute(con, sql, values)
+
+
+def resolve(sql_or_name: str, params: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """(SQL, parameters) of a named query with its defaults filled in, or of plain SQL."""
+    text, given = sql_or_name.strip(), dict(params or {})
+    if not _NAME.fullmatch(text):
+        return text, {k: _value(v) if isinstance(v, str) else v for k, v in given.items()}
+    query = named().get(text)
+    if query is None:
+        near = difflib.get_close_matches(text, named(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InvalidInput(
+            f"no query is named {text!r}: {hint}There are {', '.join(named())}; "
+            "or write SQL, for example \"select count(*) from samples\""
+        )
+    values = dict(query.params)
+    for key, value in given.items():
+        if key not in values:
+            have = ", ".join(f"{k} (default {v!r})" for k, v in values.items()) or "none"
+            raise InvalidInput(f"query {text}: no parameter {key!r}; its parameters: {have}")
+        values[key] = _typed(text, key, value, values[key])
+    return query.sql, values
+
+
+def _typed(query: str, key: str, value: Any, default: int | float | str) -> Any:
+    """`value` in the type of the default: text from a command line becomes a number."""
+    if isinstance(default, str):
+        return str(value)
+    found = _value(value) if isinstance(value, str) else value
+    wanted = (int,) if isinstance(default, int) else (int, float)
+    if isinstance(found, bool) or not isinstance(found, wanted):
+        kind = "a whole number" if wanted == (int,) else "a number"
+        raise InvalidInput(f"query {query}: parameter {key}: found {value!r}, expected {kind}")
+    return found
+
+
+def check_select(con: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Raise InvalidInput unless `sql` is exactly one statement that only reads."""
+    try:
+        statements = con.extract_statements(sql)
+    except duckdb.Error as error:
+        raise _failed(error) from error
+    if len(statements) != 1:
+        raise InvalidInput(f"the query holds {len(statements)} statements, expected one SELECT")
+    kind = statements[0].type.name
+    if kind not in _READS:
+        raise InvalidInput(
+            f"the query is a {kind} statement, expected a SELECT: SQL only reads a lake. To keep "
+            "a result, use `hslake query --format parquet --output FILE`"
+        )
+
+
+def execute(
+    con: duckdb.DuckDBPyConnection, sql: str, params: Mapping[str, Any] | None = None
+) -> pa.Table:
+    """Run one SELECT on a connection of `connect`. Raises InvalidInput with DuckDB's message."""
+    check_select(con, sql)
+    try:
+        found = con.execute(sql, dict(params)) if params else con.execute(sql)
+        return found.to_arrow_reader().read_all()
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise _failed(error) from error
+
+
+def _failed(error: Exception) -> InvalidInput:
+    return InvalidInput(
+        f"the query failed. DuckDB says: {str(error).strip()}\n"
+        "Views: samples, segments, plan, coverage, versions (columns: docs/sql.md, or "
+        "\"describe samples\")"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

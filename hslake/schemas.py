@@ -1,0 +1,63 @@
+"""Table and file formats, loaded from the top-level `schemas/` folder (the single source).
+
+Tables are JSON with a list of fields (name, type, nullable, doc); JSON files are described by
+JSON Schema. Both are packaged with the wheel and found beside the package in an editable install.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+
+from hslake.errors import InvalidInput
+
+_TYPES: dict[str, pa.DataType] = {
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "list<int32>": pa.list_(pa.int32()),
+    "list<int64>": pa.list_(pa.int64()),
+    "list<float>": pa.list_(pa.float32()),
+}
+
+
+def data_dir(name: str) -> Path:
+    """Folder of packaged data (`schemas` or `queries`), in a wheel or an editable install."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / f"_{name}", package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"the folder {name!r} is missing from this hslake installation")
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """The parsed JSON of `schemas/<name>.json`."""
+    return json.loads((data_dir("schemas") / f"{name}.json").read_text("utf-8"))
+
+
+@cache
+def arrow_schema(name: str) -> pa.Schema:
+    """Arrow schema of a table: `manifest`, `plan` or `journal`."""
+    fields = load(name)["fields"]
+    return pa.schema(
+        [pa.field(f["name"], _TYPES[f["type"]], nullable=f.get("nullable", True)) for f in fields]
+    )
+
+
+def validate(document: Any, name: str, where: str) -> None:
+    """Check a parsed JSON document against `schemas/<name>.json`.
+
+    Raises InvalidInput naming `where` and the field that does not fit.
+    """
+    validator = jsonschema.Draft202012Validator(load(name))
+    error = next(iter(sorted(validator.iter_errors(document), key=lambda e: list(e.path))), None)
+    if error is not None:
+        field = "/".join(str(p) for p in error.absolute_path) or "the top level"
+        raise InvalidInput(f"{where}: {field}: {error.message} (expected as in schemas/{name}.json)")

@@ -1,0 +1,177 @@
+"""Map-style dataset over the samples of a lake.
+
+One manifest query says which samples there are and where; payload is read when asked for, straight
+from the segment, with no listing and no per-segment metadata.
+"""
+
+import os
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import Dataset
+
+import hslake
+from hslake.errors import InvalidInput
+from hslake.lake import Lake
+from hslake.segment.read import read_rows, read_tokens
+from hslake.spec import FINAL
+from hslake.store import open_store
+from hslake.torch.collate import TORCH_DTYPES, Batch, Shape, Slot, bits, huge
+
+LATEST = "latest-per-epoch"
+_COLUMNS = "sample_id, source, split, length, segment_id, token_start, segment_tokens"
+
+
+class HiddenStateDataset(Dataset[dict[str, Any]]):
+    """The samples of `lake` (a Lake or its URL) that `where` and `split` select.
+
+    `where`: SQL over the view `samples`, e.g. "source <> 'B7' and length <= 4096"; `split`: value
+    of the column of that name; `streams`: some of the lake's streams (default: all); `version`: the
+    manifest version to read (default: the one `lake` is open at), or "latest-per-epoch": the newest
+    now, and again whenever a loader starts an epoch.
+
+    `dataset[i]` is a dict: sample_id str; input_ids, loss_mask [L] int64; hidden_state [L, n * H]
+    (the n boundaries side by side, ascending) and target [L, H] (stream `final`) in the lake's
+    dtype, each present when its streams are selected. Values are as stored: NaN stays NaN, nothing
+    is shifted. A damaged sample raises Corrupt, a segment that is gone Missing.
+
+    Pickles small-ish (the sample table) and opens the store on first use, so spawned DataLoader
+    workers can have it. A forked process may not: clients of object stores hang there.
+    """
+
+    def __init__(
+        self,
+        lake: Lake | str,
+        where: str | None = None,
+        streams: list[str] | tuple[str, ...] | None = None,
+        split: str | None = None,
+        version: int | str | None = None,
+    ) -> None:
+        if isinstance(version, str) and version != LATEST:
+            raise InvalidInput(f"version: found {version!r}, expected a number or {LATEST!r}")
+        self.follows_latest = version == LATEST
+        if isinstance(lake, str):
+            lake = hslake.open(lake, version=version if isinstance(version, int) else None)
+        self.where, self.split = where, split
+        self.url, self.spec = lake.url, lake.spec
+        self.streams = _select_streams(self.spec.streams, streams)
+        self._pid = os.getpid()
+        self._store: Any = None
+        if self.follows_latest:
+            lake = lake.refresh()
+        elif isinstance(version, int) and lake.version != version:
+            lake = hslake.open(lake.url, version=version)
+        self._load(lake)
+
+    def _load(self, lake: Lake) -> None:
+        """Query the manifest once; keep the sample table in a compact Arrow form."""
+        terms = [f"({self.where}\n)"] if self.where else []
+        if self.split is not None:
+            terms.append("split = $split")
+        query = f"select {_COLUMNS} from samples" + (
+            f" where {' and '.join(terms)}" if terms else ""
+        )
+        params = {"split": self.split} if self.split is not None else None
+        try:
+            refs = lake.sql(f"{query} order by sample_id", params).to_arrow_table()
+        except duckdb.Error as error:
+            raise InvalidInput(f"{self.describe()}: DuckDB says: {error}") from error
+        for name in ("source", "split", "segment_id"):
+            at = refs.schema.get_field_index(name)
+            refs = refs.set_column(at, name, refs[name].dictionary_encode())
+        self.version: int = lake.version
+        self.refs: pa.Table = refs.combine_chunks()
+        self.lengths: np.ndarray = refs["length"].to_numpy().astype(np.int64)
+
+    def refresh(self, version: int | None = None) -> None:
+        """Select again at `version` (default: the newest)."""
+        self._load(hslake.open(self.url, version=version))
+
+    def describe(self) -> str:
+        """What this dataset selects, for messages."""
+        parts = [f"where={self.where!r}"] if self.where else []
+        parts += [f"split={self.split!r}"] if self.split is not None else []
+        return f"dataset over {self.url}" + (f" ({', '.join(parts)})" if parts else "")
+
+    def sample_id(self, index: int) -> str:
+        """Id of sample `index`."""
+        return self.refs["sample_id"][int(index)].as_py()
+
+    def segment_id(self, index: int) -> str:
+        """Segment that holds sample `index`."""
+        return self.refs["segment_id"][int(index)].as_py()
+
+    def shape(self, layout: str = "padded", multiple: int = 1, pin_memory: bool = False) -> Shape:
+        """Shape of batches of these streams."""
+        hidden, boundaries = self.spec.hidden_size, [s for s in self.streams if s != FINAL]
+        return Shape(
+            layout=layout,
+            state_width=len(boundaries) * hidden,
+            target_width=hidden if FINAL in self.streams else 0,
+            dtype=TORCH_DTYPES[self.spec.dtype],
+            multiple=multiple,
+            pin_memory=pin_memory,
+        )
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        length, shape = int(self.lengths[index]), self.shape()
+        item: dict[str, Any] = {"sample_id": self.sample_id(index)}
+        item["input_ids"] = torch.empty(1, length, dtype=torch.int64)
+        item["loss_mask"] = torch.empty(1, length, dtype=torch.int64)
+        for name, width in shape.wide.items():
+            item[name] = huge((1, length, width), shape.dtype)
+        self.read_into(index, item, (0, slice(0, length)))
+        return {k: v[0] if isinstance(v, torch.Tensor) else v for k, v in item.items()}
+
+    def read_into(self, index: int, batch: Batch, slot: Slot) -> None:
+        """Decode sample `index` into its rows of `batch`. Safe from several threads."""
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                "this dataset was opened in another process and came here by fork, where store "
+                "clients hang: use DataLoader(..., multiprocessing_context='spawn'), or "
+                "HiddenStateLoader, which reads in threads"
+            )
+        if self._store is None:
+            self._store = open_store(self.url)
+        row = self.refs.slice(index, 1).to_pylist()[0]
+        where = (self._store, self.spec, row["segment_id"], row["token_start"], row["length"])
+        boundaries = [stream for stream in self.streams if stream != FINAL]
+        if boundaries:
+            # [L, n * H] seen as [n, L, H]: each chunk is decoded to its place in the wide rows.
+            wide = bits(batch["hidden_state"])[slot]
+            out = wide.reshape(len(wide), len(boundaries), -1).transpose(1, 0, 2)
+            read_rows(*where, boundaries, slice(None), out=out)
+        if FINAL in self.streams:
+            read_rows(*where, [FINAL], slice(None), out=bits(batch["target"])[slot][None])
+        ids, mask = read_tokens(*where, row["segment_tokens"])
+        batch["input_ids"].numpy()[slot] = ids
+        batch["loss_mask"].numpy()[slot] = mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None, "_pid": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pid=os.getpid())
+
+
+def _select_streams(have: tuple[str, ...], want: Any) -> tuple[str, ...]:
+    if want is None:
+        return tuple(have)
+    if isinstance(want, str):
+        want = [want]
+    wanted = [str(stream) for stream in want]
+    unknown = [stream for stream in wanted if stream not in have]
+    if unknown or not wanted:
+        raise InvalidInput(
+            f"streams: found {wanted}, but the lake holds {list(have)}: choose one or more of these"
+        )
+    return tuple(stream for stream in have if stream in wanted)

@@ -1,0 +1,110 @@
+"""Wires the capture into a worker process of SGLang: the functions its hooks call. None raises."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hslake.errors import InvalidInput
+from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint
+from hslake.staging import StagingWriter
+from hslake_sglang import flags, ranks, report, settings, versions
+from hslake_sglang.capture import Capture
+from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs
+
+log = logging.getLogger("hslake")
+
+_ATTRIBUTE = "_hslake_capture"
+_SCRATCH = 64 << 20  # temporaries of checksums and statistics
+
+
+def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ModelRunner.load_model: arm the capture on this worker."""
+    if getattr(runner, "is_draft_worker", False):
+        return
+    try:
+        arm(runner)
+    except Exception as error:
+        log.exception("hslake: NOT ARMED")
+        run = os.environ.get(settings.RUN, "")
+        staging = Path(os.environ[settings.STAGING])
+        report.tell_error(staging, run, f"{type(error).__name__}: {error}")
+
+
+def before_forward(runner: Any, forward_batch: Any = None, *args: Any, **kwargs: Any) -> None:
+    """BEFORE ModelRunner.forward: keep the live batch, the only one that has the request ids."""
+    capture = getattr(runner, _ATTRIBUTE, None)
+    if capture is not None:
+        batch = forward_batch if forward_batch is not None else kwargs.get("forward_batch")
+        capture.before_forward(batch)
+
+
+def arm(runner: Any) -> Capture:
+    """Set the capture on `runner`'s model and, on the writing rank, open its StagingWriter.
+
+    Raises HslakeError when the server, the model or staging does not fit the lake.
+    """
+    wrong = flags.check_running(runner.server_args, versions.installed())
+    if wrong:
+        raise InvalidInput("this server's settings break capture: " + "; ".join(wrong))
+    rank = ranks.of(runner)
+    found = settings.load(writers=rank.dp_size)
+    spec = found.spec
+    processors = find_logits_processors(runner.model)
+    if not processors:
+        raise InvalidInput(f"{type(runner.model).__name__} has no logits processor to capture from")
+    writer = None
+    if rank.writes:
+        path = str(runner.server_args.model_path)
+        fingerprint = model_fingerprint(path)
+        check_fingerprint(spec.model.fingerprint, fingerprint, f"the served model {path}")
+        writer = _open_writer(found, fingerprint, rank, runner)
+    # On every rank: capturing may itself start a collective operation.
+    taps = Taps(runner.model, spec)
+    capture = Capture(spec, taps, writer)
+    for processor in processors:
+        processor.register_forward_pre_hook(
+            lambda module, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
+            with_kwargs=True,
+        )
+    if rank.writes and getattr(runner, "device", "cpu") == "cuda":
+        _hold_back(runner, taps, spec)
+    setattr(runner, _ATTRIBUTE, capture)
+    if writer is not None:
+        writer.set_health(True, None)
+        report.tell_writer(found.staging, found.run, writer.writer_id)
+        log.info("hslake: armed, streams %s into %s", ",".join(spec.streams), found.staging)
+    return capture
+
+
+def _open_writer(
+    found: settings.Settings, fingerprint: dict[str, Any], rank: ranks.Rank, runner: Any
+) -> StagingWriter:
+    engine = {
+        "engine": "sglang",
+        "engine_version": versions.installed(),
+        "hook_version": versions.hook(),
+        "tp": str(rank.tp_size),
+        "dp_rank": str(rank.dp),
+        "chunk_size": str(getattr(runner.server_args, "chunked_prefill_size", None) or 0),
+        "run": found.run,
+    }
+    return StagingWriter(
+        found.staging,
+        found.spec,
+        part_tokens=found.part_tokens,
+        max_parts=found.max_parts,
+        fingerprint=fingerprint,
+        engine=engine,
+    )
+
+
+def _hold_back(runner: Any, taps: Taps, spec: LakeSpec) -> None:
+    """Keep the capture's GPU memory away from the KV cache, which SGLang sizes next from what is
+    free; given to PyTorch's pool again at the first forward."""
+    chunk = int(getattr(runner.server_args, "chunked_prefill_size", None) or flags.DEFAULT_CHUNK)
+    need = chunk * spec.bytes_per_token + _SCRATCH
+    taps.held = torch.empty(need, dtype=torch.uint8, device="cuda")
+    log.info("hslake: %.2f GiB of GPU memory set aside for the capture", need / 2**30)

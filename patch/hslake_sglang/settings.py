@@ -1,0 +1,112 @@
+"""The hook's environment: how `serve` tells the server's processes what to do."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hslake.errors import InvalidInput, Missing, NoSpace
+from hslake.spec import LakeSpec, read_spec
+
+STAGING = "HSLAKE_STAGING"
+LAKE = "HSLAKE_LAKE"
+SPEC = "HSLAKE_SPEC"
+PART_TOKENS = "HSLAKE_PART_TOKENS"
+MAX_PARTS = "HSLAKE_MAX_PARTS"
+RUN = "HSLAKE_RUN"
+
+DEFAULT_PART_TOKENS = 32_768
+DEFAULT_PARTS = 4
+_SMALLEST_PART = 1_024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one hook process needs to know; `writers` share the staging space of this server."""
+
+    staging: Path
+    spec: LakeSpec
+    part_tokens: int
+    max_parts: int
+    run: str
+
+
+def wanted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the hook is asked for at all; without HSLAKE_STAGING it must do nothing."""
+    return bool(env.get(STAGING))
+
+
+def load(env: Mapping[str, str] = os.environ, *, writers: int = 1) -> Settings:
+    """Read the environment. Raises InvalidInput, Missing or NoSpace with what to do about it."""
+    staging = check_staging(env.get(STAGING, ""))
+    if env.get(SPEC):
+        spec = LakeSpec.from_json(env[SPEC], where=SPEC)
+    elif env.get(LAKE):
+        spec = read_spec(env[LAKE])
+    else:
+        raise InvalidInput(f"neither {SPEC} nor {LAKE} is set; start the server with hslake serve")
+    part_tokens, max_parts = _count(env, PART_TOKENS), _count(env, MAX_PARTS)
+    if part_tokens is None or max_parts is None:
+        size = staging_size(staging, spec, part_tokens, max_parts, writers=writers)
+        part_tokens, max_parts = size
+    return Settings(staging, spec, part_tokens, max_parts, env.get(RUN, ""))
+
+
+def _count(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise InvalidInput(f"{name}={text!r}: expected a positive whole number")
+    return int(text)
+
+
+def check_staging(path: str | Path) -> Path:
+    """The staging directory, which must exist and be writable."""
+    staging = Path(path)
+    if not str(path) or not staging.is_dir():
+        raise Missing(f"staging directory {str(path)!r} does not exist: make it, on /dev/shm")
+    if not os.access(staging, os.W_OK | os.X_OK):
+        raise InvalidInput(f"staging directory {str(path)!r} is not writable by this user")
+    return staging
+
+
+def staging_size(
+    staging: Path,
+    spec: LakeSpec,
+    part_tokens: int | None = None,
+    max_parts: int | None = None,
+    *,
+    writers: int = 1,
+) -> tuple[int, int]:
+    """(tokens of a part, parts) of each of `writers`: given values, else defaults that leave half
+    of the free space alone.
+
+    Raises NoSpace when even small parts do not fit, or the given ones do not.
+    """
+    parts = max_parts or DEFAULT_PARTS
+    free = shutil.disk_usage(staging).free
+    row = spec.bytes_per_token + 4
+    room = free // 2 // row // (parts * writers)
+    tokens = part_tokens or min(DEFAULT_PART_TOKENS, room)
+    if tokens > (free // row // (parts * writers) if part_tokens else room) or (
+        part_tokens is None and tokens < _SMALLEST_PART
+    ):
+        need = max(tokens, _SMALLEST_PART) * row * parts * writers
+        raise NoSpace(
+            f"staging {staging}: {writers} writer(s) of {parts} parts need {_gib(need)}, "
+            f"{_gib(free)} are free; free some, or set {PART_TOKENS} and {MAX_PARTS}"
+        )
+    return tokens, parts
+
+
+def _gib(size: int) -> str:
+    return f"{math.ceil(size / 2**20) / 1024:.2f} GiB"
+
+
+def spec_env(spec: LakeSpec) -> str:
+    """The spec as one line for HSLAKE_SPEC."""
+    return json.dumps(json.loads(spec.to_json()), separators=(",", ":"))

@@ -1,0 +1,18 @@
+-- name: storage_growth
+-- description: samples, tokens and bytes added by each manifest version, and their running totals
+select
+    version,
+    committed_at,
+    added as samples,
+    tokens,
+    raw_bytes,
+    stored_bytes,
+    sum(added) over growth::bigint as total_samples,
+    sum(tokens) over growth::bigint as total_tokens,
+    sum(raw_bytes) over growth::bigint as total_raw_bytes,
+    sum(stored_bytes) over growth::bigint as total_stored_bytes,
+    round(stored_bytes / nullif(raw_bytes, 0), 4) as ratio
+from versions
+where added > 0
+window growth as (order by version)
+order by version

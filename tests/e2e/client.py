@@ -1,0 +1,53 @@
+"""The few HTTP calls that the tests make themselves, next to what `hslake extract` sends."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def get(url: str, timeout: float = 60.0) -> Any:
+    """Parsed JSON of a GET."""
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def code(url: str, timeout: float = 60.0) -> int:
+    """Status code of a GET."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def post(url: str, body: dict[str, Any], timeout: float = 120.0) -> Any:
+    """Parsed JSON answer of a POST."""
+    headers = {"content-type": "application/json"}
+    call = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(call, timeout=timeout) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def generate(url: str, ids: list[int], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
+    """One greedy answer of /generate; `more` are further fields of the request, such as rid."""
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, **more}
+    return post(url + "/generate", body)
+
+
+def answers(url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Output tokens and log-probs of prompt and output, one request at a time: the batches are
+    the same on every server, so equal servers give equal bits."""
+    found = []
+    for ids in prompts:
+        out = generate(url, ids, 8, return_logprob=True, logprob_start_len=0)
+        info = out["meta_info"]
+        found.append(
+            {
+                "tokens": out["output_ids"],
+                "prompt": [x[0] for x in info["input_token_logprobs"]],
+                "output": [x[0] for x in info["output_token_logprobs"]],
+            }
+        )
+    return found

@@ -1,0 +1,59 @@
+"""A bfloat16 run, as in production: shapes, exact bits through the pipeline, plausible values."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hslake
+from hslake.checksum import sample_checksum, to_float32
+from hslake.compact import compact
+from hslake.extract import extract
+from hslake.lake import Lake
+from tests.e2e.conftest import set_stage
+from tests.e2e.reference import reference_states, row_errors
+
+
+@pytest.fixture(scope="module")
+def lake(
+    ram: Path, sglang_python: Path, model_dir: Path, prompts: dict[str, list[int]]
+) -> Iterator[Lake]:
+    folder = ram / "bfloat16"
+    folder.mkdir()
+    made = set_stage(folder, sglang_python, model_dir, prompts, capture="eagle3", dtype="bfloat16")
+    with made.server:
+        extract(made.lake, [made.url], concurrency=6)
+    compact(made.lake, [made.staging])  # the server is gone: its staging is still good
+    yield hslake.open(made.lake)
+
+
+def test_shapes_and_bits_from_device_to_lake(lake: Lake, prompts: dict[str, list[int]]) -> None:
+    rows = lake.sql("select sample_id, checksum, rms, absmax, nonfinite from samples").fetchall()
+    assert {r[0] for r in rows} == set(prompts)
+    streams, hidden = len(lake.spec.streams), lake.spec.hidden_size
+    for name, checksums, rms, absmax, nonfinite in rows:
+        states = lake.read(name).hidden_states
+        assert states.shape == (streams, len(prompts[name]), hidden)
+        assert states.dtype == np.uint16  # bfloat16 bit patterns
+        # The manifest's checksum was computed on the device, before the copy.
+        assert [sample_checksum(s) for s in states] == checksums
+        values = to_float32(states, "bfloat16").reshape(streams, -1)
+        np.testing.assert_allclose(np.sqrt((values**2).mean(1)), rms, rtol=1e-4)
+        np.testing.assert_array_equal(np.abs(values).max(1), absmax)
+        assert nonfinite == [0] * streams
+
+
+def test_values_agree_within_bfloat16(
+    lake: Lake, model_dir: Path, prompts: dict[str, list[int]]
+) -> None:
+    truth = reference_states(model_dir, torch.bfloat16, prompts)
+    for i, stream in enumerate(lake.spec.streams):
+        errors = np.concatenate(
+            [
+                row_errors(to_float32(lake.read(n).hidden_states[i], "bfloat16"), t[stream])
+                for n, t in truth.items()
+            ]
+        )
+        assert errors.mean() < 0.05 and errors.max() < 0.25, f"stream {stream}: {errors.max()}"

@@ -1,0 +1,153 @@
+"""Real lakes for tests: planned, written through the StagingWriter, compacted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import hslake
+from hslake import checksum
+from hslake.compact import compact
+from hslake.ids import RequestId, new_attempt
+from hslake.lake import Lake
+from hslake.plan import plan_files
+from hslake.staging import StagingWriter
+
+ITEM = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
+SOURCES = ("A1", "B3", "B4")
+VOCAB = 1000
+States = Callable[[np.random.Generator, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What went in: bit patterns [stream, length, hidden], ids and mask."""
+
+    states: np.ndarray
+    input_ids: list[int]
+    loss_mask: list[int]
+    source: str
+    split: str
+
+
+@dataclass
+class MadeLake:
+    """A lake and the truth about every sample in it."""
+
+    url: str
+    staging: Path
+    states: States
+    samples: dict[str, Truth] = field(default_factory=dict)
+
+    @property
+    def lake(self) -> Lake:
+        """The lake at its newest version."""
+        return hslake.open(self.url)
+
+    def add(self, lengths: Sequence[int]) -> list[str]:
+        """Plan, stage and compact more samples; returns their ids."""
+        names = self.plan(lengths)
+        self.stage(names)
+        compact(self.url, [self.staging])
+        return names
+
+    def plan(self, lengths: Sequence[int]) -> list[str]:
+        """Register samples of these lengths with random tokens and states."""
+        rng = np.random.default_rng(len(self.samples))
+        names = []
+        for length in lengths:
+            i = len(self.samples)
+            source = SOURCES[i % len(SOURCES)]
+            name = f"{source}-{i:06d}"
+            names.append(name)
+            self.samples[name] = Truth(
+                self.states(rng, length),
+                rng.integers(0, VOCAB, length).tolist(),
+                rng.integers(0, 2, length).tolist(),
+                source,
+                "validation" if i % 5 == 4 else "train",
+            )
+        columns = ("input_ids", "loss_mask", "source", "split")
+        rows = [
+            {"sample_id": n, **{c: getattr(self.samples[n], c) for c in columns}} for n in names
+        ]
+        path = self.staging.parent / f"plan-{len(self.samples)}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        plan_files(self.url, [path])
+        return names
+
+    def stage(self, names: Sequence[str], chunk: int = 100) -> None:
+        """Write the samples to staging as a server would: `chunk` rows at a time."""
+        spec = self.lake.spec
+        longest = max(len(self.samples[n].input_ids) for n in names)
+        writer = StagingWriter(
+            self.staging,
+            spec,
+            part_tokens=max(4096, longest),
+            max_parts=1 + sum(len(self.samples[n].input_ids) for n in names) // 1024,
+            fingerprint=spec.model.fingerprint,
+            engine={
+                "engine": "test",
+                "engine_version": "0",
+                "hook_version": hslake.__version__,
+                "tp": "1",
+                "dp_rank": "0",
+                "chunk_size": str(chunk),
+            },
+        )
+        for name in names:
+            truth = self.samples[name]
+            length = len(truth.input_ids)
+            rid = RequestId(spec.lake8, new_attempt(), length, truth.source, name)
+            place = writer.begin(rid)
+            for at in range(0, length, chunk):
+                n = min(chunk, length - at)
+                rows = place.rows(at, n)
+                sums, stats = [], []
+                for k, states in enumerate(truth.states):
+                    part = states[at : at + n]
+                    rows.hidden[k][...] = part
+                    sums.append(checksum.rows_checksum(part, at))
+                    stats.append(checksum.row_stats(checksum.to_float32(part, spec.dtype)))
+                rows.input_ids[...] = truth.input_ids[at : at + n]
+                writer.wrote(place, at, n, sums, stats)
+        writer.close()
+
+
+def random_states(streams: int, hidden: int, dtype: str, nan: bool = False) -> States:
+    """A maker of ordinary values; with `nan`, the first value of every stream is not a number."""
+
+    def states(rng: np.random.Generator, length: int) -> np.ndarray:
+        values = rng.standard_normal((streams, length, hidden), dtype=np.float32) * 3
+        if nan:
+            values[:, 0, 0] = np.nan
+        if dtype == "bfloat16":
+            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        kind = np.float16 if dtype == "float16" else np.float32
+        return values.astype(kind).view(ITEM[dtype])
+
+    return states
+
+
+def make_lake(
+    folder: Path,
+    n: int = 12,
+    *,
+    hidden: int = 8,
+    dtype: str = "bfloat16",
+    lengths: Sequence[int] | None = None,
+    streams: int = 4,
+    codec: str = "standard",
+    nan: bool = False,
+    states: States | None = None,
+) -> MadeLake:
+    """A lake under `folder` with `n` samples (or one per entry of `lengths`), all committed.
+
+    `streams` counts the boundaries and `final`; `states(rng, length)` makes bit patterns
+    [stream, length, hidden]. The lake is `made.lake`, the truth `made.samples`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    raise NotImplementedError
