@@ -20,8 +20,9 @@ from hslake.errors import InvalidInput
 from hslake.ids import PROBE_PREFIX, check_sample_id, check_source, token_hash
 from hslake.planfile import PlanRow, Tokenize, read_rows, unused_columns
 from hslake.plantext import tokenizer as load_tokenizer
+from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec, read_spec
-from hslake.store import open_store
+from hslake.store import Store, open_store
 
 TRAIN, VALIDATION = "train", "validation"
 _ID_HEX = 20  # 80 bits: no two of ten million samples share a default id by chance
@@ -90,6 +91,7 @@ def plan_files(
     split_validation: float | None = None,
     tokenizer: str | None = None,
     dry_run: bool = False,
+    progress: ProgressMaker = Silent,
 ) -> PlanReport:
     """Add the rows of `files` to the plan of the lake at `lake_url`.
 
@@ -109,7 +111,7 @@ def plan_files(
     spec = read_spec(lake_url)
     urls = [fspath(f) for f in files]
     tokenize = load_tokenizer(tokenizer) if tokenizer else None
-    samples, rows, repeated = _collect(urls, spec, source, split_validation, tokenize)
+    samples, rows, repeated = _collect(urls, spec, source, split_validation, tokenize, progress)
     outcome = _Outcome()
 
     def build(state: catalog.TableState) -> pa.Table | None:
@@ -119,10 +121,11 @@ def plan_files(
         return _table(samples, outcome.new)
 
     # The id is of this call: content decides what is new, the id only finds a lost answer.
-    catalog.commit(open_store(lake_url), "plan", build, f"plan-{uuid.uuid4().hex}")
+    store = open_store(lake_url)
+    catalog.commit(store, "plan", build, f"plan-{uuid.uuid4().hex}")
     unused = dict.fromkeys(c for url in urls for c in unused_columns(url))
     return _report(
-        lake_url, spec, samples, outcome, dry_run, len(urls), rows, repeated, list(unused)
+        store, spec, samples, outcome, dry_run, len(urls), rows, repeated, list(unused)
     )
 
 
@@ -135,25 +138,28 @@ def _collect(
     source: str | None,
     fraction: float | None,
     tokenize: Tokenize | None,
+    progress: ProgressMaker,
 ) -> tuple[dict[str, _Sample], int, int]:
     """(samples by id, rows read, rows that repeat another without an id of its own)."""
     samples: dict[str, _Sample] = {}
     rows = repeated = 0
-    for url in urls:
-        for row in read_rows(url, spec.model.vocab_size, tokenize):
-            rows += 1
-            sample = _sample(row, source, fraction)
-            sample_id = _sample_id(row, sample)
-            first = samples.get(sample_id)
-            if first is None:
-                samples[sample_id] = sample
-            elif row.sample_id is None and _same(first, sample):
-                repeated += 1
-            else:
-                raise InvalidInput(
-                    f"{row.where}: sample_id: {sample_id!r} is a duplicate of {first.where}; "
-                    "expected every id once: rename or remove one"
-                )
+    with progress(None, "plan") as bar:
+        for url in urls:
+            for row in read_rows(url, spec.model.vocab_size, tokenize):
+                rows += 1
+                bar.advance(1)
+                sample = _sample(row, source, fraction)
+                sample_id = _sample_id(row, sample)
+                first = samples.get(sample_id)
+                if first is None:
+                    samples[sample_id] = sample
+                elif row.sample_id is None and _same(first, sample):
+                    repeated += 1
+                else:
+                    raise InvalidInput(
+                        f"{row.where}: sample_id: {sample_id!r} is a duplicate of {first.where}; "
+                        "expected every id once: rename or remove one"
+                    )
     return samples, rows, repeated
 
 
@@ -291,7 +297,7 @@ def _lists(rows: list[np.ndarray], offsets: np.ndarray) -> pa.Array:
 
 
 def _report(
-    lake_url: str,
+    store: Store,
     spec: LakeSpec,
     samples: dict[str, _Sample],
     outcome: _Outcome,
@@ -310,10 +316,9 @@ def _report(
     names = ("samples", "tokens", "supervised_tokens")
     tokens = sum(g[1] for g in groups.values())
     plan_tokens = outcome.live_tokens + tokens
-    found = query.run(lake_url, "forecast").to_pylist()[0]
-    ratio = float(found["ratio"])
+    ratio, basis = _ratio(store, spec)
     return PlanReport(
-        lake=lake_url,
+        lake=store.root,
         dry_run=dry_run,
         files=files,
         rows=rows,
@@ -331,10 +336,19 @@ def _report(
         plan_raw_bytes=plan_tokens * spec.bytes_per_token,
         plan_forecast_stored_bytes=round(plan_tokens * spec.bytes_per_token * ratio),
         ratio=ratio,
-        ratio_basis=str(found["basis"]),
+        ratio_basis=basis,
         groups=[
             {"source": k[0], "split": k[1], **dict(zip(names, g, strict=True))}
             for k, g in sorted(groups.items())
         ],
         unused_columns=unused,
     )
+
+
+def _ratio(store: Store, spec: LakeSpec) -> tuple[float, str]:
+    """(stored / raw, where it comes from), as the named query `forecast` says."""
+    files = {"manifest": catalog.open_table(store, "manifest").files(), "plan": []}
+    sql, params = query.resolve("forecast", None)
+    with query.connect_files(files, spec, query.filesystem(store)) as con:
+        found = query.execute(con, sql, params).to_pylist()[0]
+    return float(found["ratio"]), str(found["basis"])

@@ -7,6 +7,7 @@ any DuckDB extension; files on object stores are read through fsspec.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -22,8 +23,9 @@ import duckdb
 import pyarrow as pa
 
 from hslake import schemas
-from hslake.errors import InvalidInput, Missing
+from hslake.errors import HslakeError, InvalidInput, Missing, NoSpace
 from hslake.spec import LakeSpec
+from hslake.store import Store
 from hslake.views import VIEWS
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class NamedQuery:
 def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     """A read-only connection with the views of `lake` at the version it is open at."""
     files = {"manifest": lake.manifest_table().files(), "plan": lake.plan_table().files()}
-    return connect_files(files, lake.spec, _filesystem(lake.url))
+    return connect_files(files, lake.spec, filesystem(lake.store))
 
 
 def connect_files(
@@ -72,16 +74,19 @@ def connect_files(
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
             "python_enable_replacements": "false",
-            "TimeZone": "UTC",
         },
     )
+    with contextlib.suppress(duckdb.Error):  # a build without ICU has no time zones: UTC anyway
+        con.execute("set TimeZone = 'UTC'")
     if filesystem is not None:
         con.register_filesystem(filesystem)
     tables = (("manifest", "manifest", files["manifest"]), ("plan_log", "plan", files["plan"]))
     paths: list[str] = []
     for view, schema, urls in tables:
-        _table_view(con, view, schema, list(urls))
-        paths += urls
+        # The names DuckDB gets back from fsspec, which are those it asks leave for.
+        names = [_canonical(filesystem, u) for u in urls] if filesystem else list(urls)
+        _table_view(con, view, schema, names)
+        paths += names
     _spec_view(con, spec)
     for name, sql in VIEWS.items():
         con.execute(f"create temp view {name} as {sql}")
@@ -142,12 +147,13 @@ def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
     con.unregister("_spec")
 
 
-def _filesystem(url: str) -> Any:
-    if "://" not in url or url.startswith(("file://", "local://")):
-        return None
-    import fsspec
+def filesystem(store: Store) -> Any:
+    """What `connect_files` needs to read the files of `store`: None when they are local."""
+    return None if store.is_local else store.fs
 
-    return fsspec.core.url_to_fs(url)[0]
+
+def _canonical(filesystem: Any, url: str) -> str:
+    return str(filesystem.unstrip_protocol(filesystem._strip_protocol(url)))
 
 
 def _memory() -> int:
@@ -217,11 +223,11 @@ def run(
     at, or the newest); `params`: values for the query's `$name`s. Raises InvalidInput with DuckDB's
     message when the query fails.
     """
-    from hslake.lake import open_lake
+    import hslake
 
     sql, values = resolve(sql_or_name, params)
     if isinstance(lake, str) or (version is not None and version != lake.version):
-        lake = open_lake(lake if isinstance(lake, str) else lake.url, version=version)
+        lake = hslake.open(lake if isinstance(lake, str) else lake.url, version=version)
     with connect(lake) as con:
         return execute(con, sql, values)
 
@@ -288,7 +294,12 @@ def execute(
         raise _failed(error) from error
 
 
-def _failed(error: Exception) -> InvalidInput:
+def _failed(error: Exception) -> HslakeError:
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return NoSpace(
+            f"the query needs more memory than it may use: {_first_line(error)}. Select fewer "
+            f"columns or rows, or set {MEMORY}, for example to 8GB"
+        )
     return InvalidInput(
         f"the query failed. DuckDB says: {str(error).strip()}\n"
         "Views: samples, segments, plan, coverage, versions (columns: docs/sql.md, or "

@@ -10,8 +10,17 @@ from typing import Any
 import fsspec
 
 from hslake.errors import InvalidInput, Missing
+from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.schemas import validate
 from hslake.streams import FINAL, parse_streams
+
+__all__ = [
+    "LakeSpec",
+    "check_fingerprint",
+    "make_spec",
+    "model_fingerprint",
+    "read_spec",
+]
 
 FORMAT_VERSION = 1
 SPEC_FILE = "hslake.json"
@@ -152,8 +161,9 @@ def make_spec(
     if codec not in CODECS:
         raise InvalidInput(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
     if codec == "bf16plane" and dtype != "bfloat16":
-        raise InvalidInput(f"codec bf16plane stores bfloat16 only, the lake is {dtype}: "
-                           "use --codec standard")
+        raise InvalidInput(
+            f"codec bf16plane stores bfloat16 only, the lake is {dtype}: use --codec standard"
+        )
     spec = LakeSpec(
         FORMAT_VERSION,
         uuid.uuid4().hex,
@@ -178,5 +188,7 @@ def read_spec(url: str, storage_options: dict[str, Any] | None = None) -> LakeSp
         with fsspec.open(path, "rb", **(storage_options or {})) as f:
             text = f.read()
     except (FileNotFoundError, NotADirectoryError):
-        raise Missing(f"no lake at {url}: {SPEC_FILE} is not there; `hslake create` makes one") from None
+        raise Missing(
+            f"no lake at {url}: {SPEC_FILE} is not there; `hslake create` makes one"
+        ) from None
     return LakeSpec.from_json(text, path)

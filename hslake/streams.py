@@ -14,17 +14,7 @@ from hslake.errors import InvalidInput
 
 FINAL = "final"
 
-# What id `i` means, as an offset: boundary = i + offset. From the engines' sources, mid 2026.
-#   sglang     `layers_to_capture` of the text model
-#   sglang-eagle3  `set_eagle3_layers_to_capture` / a draft config's eagle_aux_hidden_state_layer_ids
-#                  (Llama and newer DeepSeek store id + 1; DeepSeek keeps ids unless the first is 1)
-_OFFSETS = {
-    "sglang": 1,
-    "sglang-deepseek": None,
-    "vllm": 0,
-    "specforge": 1,
-    "hf": 0,
-}
+# The engines whose layer ids are understood; what an id means: boundaries_from_ids below.
 CONVENTIONS = ("sglang", "vllm", "specforge", "hf")
 
 
@@ -68,3 +58,87 @@ def parse_streams(items: Iterable[Any], num_layers: int, where: str) -> tuple[st
     if not boundaries and not final:
         raise InvalidInput(f"{where}: no stream named; expected for example eagle3")
     return (*(str(b) for b in sorted(boundaries)), *([FINAL] if final else []))
+
+
+def _sglang_is_deepseek(architecture: str) -> bool:
+    """DeepSeek-family text models keep the ids of their setter unless the first is 1."""
+    return architecture.startswith(("Deepseek", "KimiK2"))
+
+
+def _split_convention(convention: str) -> str:
+    engine = convention.split("==")[0]
+    if engine not in CONVENTIONS:
+        raise InvalidInput(
+            f"convention {convention!r}: expected one of {', '.join(CONVENTIONS)} "
+            "(sglang may carry a version: sglang==0.5.23)"
+        )
+    return engine
+
+
+def boundaries_from_ids(
+    ids: Sequence[int], num_layers: int, convention: str, architecture: str = ""
+) -> tuple[int, ...]:
+    """Boundaries an engine selects for layer `ids`; raises InvalidInput when out of range."""
+    offset = _offset(_split_convention(convention), ids, architecture)
+    found = tuple(i + offset for i in ids)
+    for i, b in zip(ids, found, strict=True):
+        if not 0 <= b <= num_layers:
+            raise InvalidInput(
+                f"layer id {i} is boundary {b} in {convention}, "
+                f"expected one from 0 to {num_layers}: check --convention"
+            )
+    return found
+
+
+def _offset(engine: str, ids: Sequence[int], architecture: str) -> int:
+    if engine == "sglang" and _sglang_is_deepseek(architecture):
+        return 1 if ids and ids[0] == 1 else 0
+    return {"sglang": 1, "specforge": 1, "vllm": 0, "hf": 0}[engine]
+
+
+def draft_ids(
+    streams: Sequence[str], num_layers: int, convention: str, architecture: str = ""
+) -> list[int]:
+    """Layer ids that make an engine's EAGLE-3 setter select the boundaries of `streams`.
+
+    Raises InvalidInput when the engine has no ids for them.
+    """
+    engine = _split_convention(convention)
+    boundaries = [int(s) for s in streams if s != FINAL]
+    if not boundaries:
+        raise InvalidInput("the lake holds no boundary, only 'final': there are no ids to print")
+    if engine == "hf" and num_layers in boundaries:
+        raise InvalidInput(
+            f"boundary {num_layers} (before the final norm) has no id in hf: its last entry is "
+            "after the norm"
+        )
+    for offset in (1, 0):
+        ids = [b - offset for b in boundaries]
+        if min(ids) < 0:
+            continue
+        if tuple(boundaries_from_ids(ids, num_layers, convention, architecture)) == tuple(
+            boundaries
+        ):
+            return ids
+    raise InvalidInput(f"boundaries {boundaries} have no layer ids in {convention}")
+
+
+def capture_from_draft_config(
+    path: str, convention: str, num_layers: int, architecture: str = ""
+) -> tuple[str, ...]:
+    """Streams (with `final`) that a draft's config names, read by an engine's convention."""
+    try:
+        config = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise InvalidInput(f"--capture-from {path}: {e}") from None
+    eagle = config.get("eagle_config") or {}
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise InvalidInput(
+            f"--capture-from {path}: no eagle_aux_hidden_state_layer_ids in it; "
+            "name the boundaries with --capture"
+        )
+    found = boundaries_from_ids(ids, num_layers, convention, architecture)
+    return parse_streams([*found, FINAL], num_layers, path)

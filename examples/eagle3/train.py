@@ -13,16 +13,16 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from hslake.progress import Progress
 
 import hslake
 from hslake.errors import InvalidInput
+from hslake.progress import Progress, ProgressMaker, Silent
 from hslake.torch import HiddenStateDataset, HiddenStateLoader
 
 from .draft import DraftVocab, Eagle3Draft, count_supervised, load_target_head, target_config
@@ -159,12 +159,12 @@ def train(
     *,
     version: int | None = None,
     out: str | Path | None = None,
-    on_update: Callable[[int, float], None] | None = None,
+    progress: ProgressMaker = Silent,
 ) -> TrainReport:
     """Train a draft head on the lake's training split and judge it on its validation split.
 
-    Reads one pinned version of the lake. Writes the draft to `out` when given. `on_update(n, loss)`
-    is called after each update.
+    Reads one pinned version of the lake. Writes the draft to `out` when given. Progress counts
+    seconds (or updates) and notes the loss.
     """
     keep_freed_memory()
     lake = hslake.open(lake_url, version=version)
@@ -181,7 +181,7 @@ def train(
     losses: list[float] = []
     tokens, seen, start, shown = 0, 0, time.monotonic(), 0
     total = settings.steps or round(settings.seconds)
-    with Progress(total, "train draft head") as bar:
+    with progress(total, "train (updates)" if settings.steps else "train (seconds)") as bar:
         for batch in _epochs(loader):
             spent = time.monotonic() - start
             done = len(losses) / settings.steps if settings.steps else spent / settings.seconds
@@ -203,8 +203,7 @@ def train(
             now = len(losses) if settings.steps else min(total, int(time.monotonic() - start))
             bar.advance(now - shown)
             shown = now
-            if on_update:
-                on_update(len(losses), per_step[0])
+            bar.note(f"loss {per_step[0]:.2f}")
     seconds = time.monotonic() - start
     with autocast:
         after = evaluate(draft, validation, settings.ttt_steps)
@@ -248,7 +247,9 @@ def main() -> None:
         learning_rate=args.learning_rate,
         seed=args.seed,
     )
-    report = train(args.lake, args.model, settings, version=args.version, out=args.out)
+    report = train(
+        args.lake, args.model, settings, version=args.version, out=args.out, progress=Progress
+    )
     print(
         f"lake version {report.version}: {report.updates} updates, {report.epochs:.1f} epochs, "
         f"{report.tokens} tokens in {report.seconds:.0f} s ({report.dtype})"

@@ -13,26 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from hslake.lake import Lake
 
 import hslake
-from hslake.errors import InvalidInput, Missing, NoSpace
+import torch
+from hslake.errors import Corrupt, InvalidInput, Missing, NoSpace
+from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.ids import RequestId, new_attempt
-from hslake.lake import Lake
-from hslake.progress import Progress
-from hslake.spec import FINAL, LakeSpec, check_fingerprint, model_fingerprint
-from hslake.staging import StagingWriter, scan
+from hslake.progress import ProgressMaker, Silent
+from hslake.spec import LakeSpec
+from hslake.staging import StagingWriter, read_part, scan
+from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, bits
 from hslake.torch_checksum import row_stats, rows_checksum
+from hslake.worklist import Item, read_ids, waiting_samples, worklist
 
 PART_BYTES = 256 << 20
+BLOCK = 256  # samples whose token ids are read at once
 _POLL_S = 0.2
 _NORMS = ("norm", "final_layernorm", "ln_f")
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What one capture run did. `bytes` are raw bytes of the captured states; `seconds` all in all."""
+    """What one capture run did.
+
+    `planned` samples of the plan were selected, of these `committed` were in the lake and `staged`
+    in staging already, `captured` are new. `bytes` are raw bytes of the captured states.
+    """
 
     planned: int
     committed: int
@@ -42,13 +50,6 @@ class CaptureReport:
     bytes: int
     seconds: float
     engine_version: str
-
-
-@dataclass(frozen=True)
-class _Todo:
-    sample_id: str
-    source: str
-    input_ids: list[int]
 
 
 def capture_hf(
@@ -62,13 +63,14 @@ def capture_hf(
     part_tokens: int | None = None,
     max_parts: int | None = None,
     wait_s: float = 60.0,
+    progress: ProgressMaker = Silent,
 ) -> CaptureReport:
     """Capture every planned sample that is neither committed nor in `staging`; resumable.
 
-    `where` selects among the plan's rows, `limit` bounds how many are captured. When staging is full
-    it waits up to `wait_s` seconds for a `compact --watch` beside it. Raises Missing (no staging
-    directory, no model), InvalidInput (another model than the lake's, samples that the model cannot
-    take), NoSpace (staging stayed full; what was captured so far is kept).
+    `where` selects among the plan's rows, `limit` bounds how many are captured. When staging is
+    full it waits up to `wait_s` seconds for a `compact --watch` beside it. Raises Missing (no
+    staging directory, no model), InvalidInput (another model than the lake's, samples that the
+    model cannot take), NoSpace (staging stayed full; what was captured so far is kept).
     """
     start = time.monotonic()
     lake = hslake.open(str(lake_url))
@@ -79,15 +81,16 @@ def capture_hf(
         raise Missing(f"{folder} holds no config.json: give the folder of the model")
     fingerprint = model_fingerprint(folder)
     check_fingerprint(lake.spec.model.fingerprint, fingerprint, f"the model {folder}")
-    planned, committed, missing = _missing(lake, where)
-    in_staging = _staged(root, lake.spec)
-    todo = [t for t in missing if t.sample_id not in in_staging]
-    staged = len(missing) - len(todo)
+    # Longest first: what does not fit fails at once, and parts fill without large gaps.
+    work = worklist(lake, where, "length desc")
+    waiting = _staged(lake, root)
+    todo = [item for item in work.missing if item.sample_id not in waiting]
+    staged = len(work.missing) - len(todo)
     todo = todo[:limit] if limit is not None else todo
     version, captured, tokens = _transformers_version(), 0, 0
     if todo:
         model = _load(folder, lake.spec, device)
-        _check_samples(todo, model.config)
+        _check_lengths(todo, model.config)
         sizes = _part_size(root, lake.spec, todo, part_tokens, max_parts)
         writer = StagingWriter(
             root,
@@ -101,20 +104,20 @@ def capture_hf(
                 "hook_version": hslake.__version__,
                 "tp": "1",
                 "dp_rank": "0",
-                "chunk_size": str(max(len(t.input_ids) for t in todo)),
+                "chunk_size": str(todo[0].length),
             },
         )
         try:
-            with Progress(sum(len(t.input_ids) for t in todo), "capture") as bar:
-                for item, streams in _states(model, lake.spec, todo, device):
-                    _store(writer, lake.spec, item, streams, wait_s)
-                    captured, tokens = captured + 1, tokens + len(item.input_ids)
-                    bar.advance(len(item.input_ids))
+            with progress(sum(item.length for item in todo), "capture (tokens)") as bar:
+                for item, ids, streams in _states(model, lake, todo, device):
+                    _store(writer, item, ids, streams, wait_s)
+                    captured, tokens = captured + 1, tokens + item.length
+                    bar.advance(item.length)
         finally:
             writer.close()
     return CaptureReport(
-        planned=planned,
-        committed=committed,
+        planned=work.planned,
+        committed=work.committed,
         staged=staged,
         captured=captured,
         tokens=tokens,
@@ -134,22 +137,21 @@ def _transformers_version() -> str:
     return str(transformers.__version__)
 
 
-def _missing(lake: Lake, where: str | None) -> tuple[int, int, list[_Todo]]:
-    """(planned, committed, what lacks) among the plan's rows that `where` selects, longest first:
-    a sample too long for the machine fails at once, and parts fill without large gaps."""
-    chosen = f"(select * from plan where {where})" if where else "plan"
-    rows = lake.sql(
-        f"select p.sample_id, p.source, p.input_ids, s.sample_id is not null "
-        f"from {chosen} p left join samples s on s.sample_id = p.sample_id "
-        "order by p.length desc, p.sample_id"
-    ).fetchall()
-    todo = [_Todo(name, source, ids) for name, source, ids, done in rows if not done]
-    return len(rows), len(rows) - len(todo), todo
-
-
-def _staged(root: Path, spec: LakeSpec) -> set[str]:
-    """Ids of complete samples that some writer of this lake has left in staging."""
-    raise NotImplementedError
+def _staged(lake: Lake, root: Path) -> set[str]:
+    """Ids of complete samples that writers of this lake left in staging, not yet committed."""
+    attempts = {}
+    for writer in scan(root):
+        for path in writer.parts:
+            try:
+                part = read_part(path)
+            except (Corrupt, OSError):
+                continue  # recycled meanwhile or damaged: the compactor's business, captured again
+            if part.done or part.attributes["lake_id"] != lake.spec.lake_id:
+                continue
+            attempts.update(
+                {r.attempt: r.sample_id for r in part.reserved if r.state == "complete"}
+            )
+    return waiting_samples(lake, attempts)
 
 
 def _load(folder: Path, spec: LakeSpec, device: str) -> Any:
@@ -161,33 +163,30 @@ def _load(folder: Path, spec: LakeSpec, device: str) -> Any:
     return model.to(device).eval()
 
 
-def _check_samples(todo: list[_Todo], config: Any) -> None:
-    """All samples that the model cannot take, in one message, before any work is done."""
-    text = config.get_text_config()
-    limit, vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
-    long = [t.sample_id for t in todo if limit is not None and len(t.input_ids) > limit]
-    alien = [t.sample_id for t in todo if max(t.input_ids) >= vocab]
-    for names, what in (
-        (long, f"longer than the model's {limit} positions"),
-        (alien, f"with token ids outside the model's vocabulary of {vocab}"),
-    ):
-        if names:
-            shown = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-            raise InvalidInput(f"{len(names)} planned samples are {what}: {shown}")
+def _check_lengths(todo: list[Item], config: Any) -> None:
+    """Refuse samples longer than the model's positions, all in one message, before any work."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    long = [item.sample_id for item in todo if limit is not None and item.length > limit]
+    if long:
+        shown = ", ".join(long[:5]) + (" …" if len(long) > 5 else "")
+        raise InvalidInput(
+            f"{len(long)} planned samples are longer than the model's {limit} positions: {shown}; "
+            "plan shorter ones, or leave them out with --where"
+        )
 
 
 def _part_size(
-    root: Path, spec: LakeSpec, todo: list[_Todo], part_tokens: int | None, max_parts: int | None
+    root: Path, spec: LakeSpec, todo: list[Item], part_tokens: int | None, max_parts: int | None
 ) -> tuple[int, int]:
-    """(tokens of a part, parts): what this run needs, in parts of at most 256 MiB and at least the
-    longest sample, and at most half of what is free in staging (given values are taken as given)."""
-    lengths = [len(t.input_ids) for t in todo]
+    """(tokens of a part, parts): what this run needs, in parts of about 256 MiB that hold at least
+    the longest sample, in at most half of what is free in staging. Given values stand."""
+    lengths = [item.length for item in todo]
     row = spec.bytes_per_token + 4
     tokens = part_tokens or max(max(lengths), min(sum(lengths), PART_BYTES // row))
     if tokens < max(lengths):
         raise InvalidInput(
-            f"part_tokens is {tokens}, but the longest planned sample has {max(lengths)} tokens and "
-            "a sample never straddles parts: raise part_tokens"
+            f"part_tokens is {tokens}, but the longest planned sample has {max(lengths)} tokens, "
+            "and a sample never straddles parts: raise part_tokens"
         )
     needed = 1 + -(-2 * sum(lengths) // tokens)  # every sample may leave a gap at a part's end
     fit = shutil.disk_usage(root).free // 2 // (tokens * row)
@@ -205,8 +204,8 @@ def _decoder(model: Any) -> tuple[torch.nn.Module, Any, torch.nn.Module]:
     layers = getattr(inner, "layers", getattr(inner, "h", None))
     if norm is None or layers is None:
         raise InvalidInput(
-            f"{type(inner).__name__} has no .layers and .norm: capture-hf does not know this model; "
-            "use a server"
+            f"{type(inner).__name__} has no .layers and .norm: capture-hf does not know this "
+            "model, use a server"
         )
     return inner, layers, norm
 
@@ -250,42 +249,51 @@ def _taps(model: Any, spec: LakeSpec) -> Iterator[Callable[[], list[torch.Tensor
 
 
 def _states(
-    model: Any, spec: LakeSpec, todo: list[_Todo], device: str
-) -> Iterator[tuple[_Todo, list[torch.Tensor]]]:
-    """Run the samples one by one: (sample, one tensor [length, hidden] a stream, on the CPU)."""
-    dtype = TORCH_DTYPES[spec.dtype]
-    decoder = _decoder(model)[0]
+    model: Any, lake: Lake, todo: list[Item], device: str
+) -> Iterator[tuple[Item, np.ndarray, list[torch.Tensor]]]:
+    """Run the samples one by one: (sample, ids int32, one CPU tensor [length, hidden] a stream)."""
+    spec = lake.spec
+    dtype, decoder = TORCH_DTYPES[spec.dtype], _decoder(model)[0]
+    vocab = model.config.get_text_config().vocab_size
     with torch.inference_mode(), _taps(model, spec) as take:
-        for item in todo:
-            decoder(input_ids=torch.tensor([item.input_ids], device=device), use_cache=False)
-            streams = [t.to("cpu").contiguous() for t in take()]
-            for name, tensor in zip(spec.streams, streams, strict=True):
-                if tensor.dtype != dtype or tensor.shape != (len(item.input_ids), spec.hidden_size):
+        for start in range(0, len(todo), BLOCK):
+            block = todo[start : start + BLOCK]
+            all_ids = read_ids(lake, block)
+            for item in block:
+                ids = all_ids[item.sample_id].to_numpy(zero_copy_only=False).astype(np.int32)
+                if ids.max() >= vocab:
                     raise InvalidInput(
-                        f"{item.sample_id}: stream {name} came as {tensor.dtype} "
-                        f"{tuple(tensor.shape)}, the lake expects {dtype} "
-                        f"({len(item.input_ids)}, {spec.hidden_size})"
+                        f"{item.sample_id}: token id {ids.max()}, but the model's vocabulary has "
+                        f"{vocab} tokens"
                     )
-            yield item, streams
+                decoder(input_ids=torch.from_numpy(ids)[None].long().to(device), use_cache=False)
+                streams = [t.to("cpu").contiguous() for t in take()]
+                for name, tensor in zip(spec.streams, streams, strict=True):
+                    if tensor.dtype != dtype or tensor.shape != (item.length, spec.hidden_size):
+                        raise InvalidInput(
+                            f"{item.sample_id}: stream {name} came as {tensor.dtype} "
+                            f"{list(tensor.shape)}, the lake expects {dtype} "
+                            f"{[item.length, spec.hidden_size]}"
+                        )
+                yield item, ids, streams
 
 
 # --- staging ----------------------------------------------------------------------------------
 
 
 def _store(
-    writer: StagingWriter, spec: LakeSpec, item: _Todo, streams: list[torch.Tensor], wait_s: float
+    writer: StagingWriter, item: Item, ids: np.ndarray, streams: list[torch.Tensor], wait_s: float
 ) -> None:
     """Write one whole sample as one attempt."""
-    length = len(item.input_ids)
-    rid = RequestId(spec.lake8, new_attempt(), length, item.source, item.sample_id)
+    lake8 = writer.spec.lake8
+    rid = RequestId(lake8, new_attempt(), item.length, item.source, item.sample_id)
     place = _begin(writer, rid, wait_s)
-    rows = place.rows(0, length)
+    rows = place.rows(0, item.length)
     for view, tensor in zip(rows.hidden, streams, strict=True):
         view[...] = bits(tensor)
-    rows.input_ids[...] = np.asarray(item.input_ids, dtype=np.int32)
-    writer.wrote(
-        place, 0, length, [rows_checksum(t, 0) for t in streams], [row_stats(t) for t in streams]
-    )
+    rows.input_ids[...] = ids
+    sums, stats = [rows_checksum(t, 0) for t in streams], [row_stats(t) for t in streams]
+    writer.wrote(place, 0, item.length, sums, stats)
     writer.tick()
 
 

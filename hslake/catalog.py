@@ -1,0 +1,305 @@
+"""The lake's tables. The only module that knows that they are Delta tables.
+
+Every commit is a compare-and-swap: the caller decides on the table at version V, and its rows are
+in version V + 1 or nowhere. Nothing is ever updated or removed.
+"""
+
+import io
+import json
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction
+from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction
+
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.schemas import arrow_schema
+from hslake.store import Store, sync_dir, sync_file
+
+# Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
+_CONFIGURATION: dict[str, str | None] = {
+    "delta.enableExpiredLogCleanup": "false",
+    "delta.logRetentionDuration": "interval 36500 days",
+    "delta.deletedFileRetentionDuration": "interval 36500 days",
+}
+_PROTOCOL = (1, 2)
+_HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
+_ENTRY = re.compile(r"(\d{20})\.json")
+_READERS = 8
+_MAX_CONFLICTS = 200
+_MAX_FAILURES = 5
+
+
+class TableState:
+    """One version of a table; never changes."""
+
+    def __init__(self, store: Store, name: str, table: DeltaTable) -> None:
+        self.store, self.name, self._table = store, name, table
+        self.version: int = table.version()
+        self._files: list[str] | None = None
+
+    def files(self) -> list[str]:
+        """URLs (local: absolute paths) of the version's Parquet files."""
+        if self._files is None:
+            self._files = sorted(f.removeprefix("file://") for f in self._table.file_uris())
+        return list(self._files)
+
+    def arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows; columns that older files lack are null. Raises Corrupt."""
+        schema = arrow_schema(self.name)
+        if columns is not None:
+            schema = pa.schema([schema.field(c) for c in columns])
+        files = self.files()
+        if not files:
+            return schema.empty_table()
+        with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
+            return pa.concat_tables(list(pool.map(lambda f: self._read(f, schema), files)))
+
+    def _read(self, url: str, schema: pa.Schema) -> pa.Table:
+        path = url.removeprefix(self.store.root).lstrip("/")
+        try:
+            with pq.ParquetFile(pa.BufferReader(self.store.read(path))) as file:
+                have = set(file.schema_arrow.names)
+                found = file.read(columns=[n for n in schema.names if n in have])
+        except (Missing, pa.ArrowException) as e:
+            raise Corrupt(
+                f"{url}: a file of version {self.version} of the table {self.name} cannot be "
+                f"read: {e}; restore it from a copy"
+            ) from e
+        columns = [
+            found[f.name].cast(f.type) if f.name in have else pa.nulls(found.num_rows, f.type)
+            for f in schema
+        ]
+        return pa.table(columns, schema=schema)
+
+    def transaction(self, txn_id: str) -> int | None:
+        """The version that transaction `txn_id` made, or None."""
+        return self._table.transaction_version(txn_id)
+
+    def history(self) -> list[dict[str, Any]]:
+        """Commits, newest first, as Delta reports them."""
+        return self._table.history()
+
+
+Table = TableState
+
+
+def _options(store: Store) -> dict[str, str] | None:
+    """Options for S3; credentials and endpoint come from the environment."""
+    if store.is_local or not store.root.startswith(("s3://", "s3a://")):
+        return None
+    options = {"aws_conditional_put": "etag"}
+    from os import environ
+
+    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
+    if endpoint:
+        options["aws_endpoint_url"] = endpoint
+    if endpoint.startswith("http://"):
+        options["aws_allow_http"] = "true"
+    return options
+
+
+def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> TableState:
+    """Make the table, or take over an empty one that an interrupted create left.
+
+    Raises InvalidInput when it is there and holds rows.
+    """
+    fields = schema or arrow_schema(name)
+    DeltaTable.create(
+        store.url(name),
+        Schema.from_arrow(fields),
+        mode="ignore",
+        name=name,
+        configuration=_CONFIGURATION,
+        storage_options=_options(store),
+    )
+    if store.is_local:
+        log = store.local(f"{name}/_delta_log")
+        for path in log.glob("*.json"):
+            sync_file(path)
+        for folder in (log, log.parent, log.parent.parent):
+            sync_dir(folder)
+    state = open_table(store, name)
+    if state.files():
+        raise InvalidInput(
+            f"{store.url(name)} is a table with rows, expected none: another lake was here"
+        )
+    return state
+
+
+def open_table(store: Store, name: str, version: int | None = None) -> TableState:
+    """The table at `version` (default: the newest).
+
+    Raises Missing (no table, no such version), Corrupt (an empty or torn log entry) or
+    InvalidInput (another client raised the table's protocol).
+    """
+    newest = _check_log(store, name) if store.is_local else None
+    url = store.url(name)
+    try:
+        table = DeltaTable(url, version=version, storage_options=_options(store))
+    except TableNotFoundError:
+        raise Missing(f"{url} holds no table: is this a lake?") from None
+    except (DeltaError, ValueError, OSError) as e:
+        if version is not None:
+            raise Missing(f"version {version} of {url} cannot be loaded: {e}") from e
+        raise Corrupt(f"{url}: the table's log cannot be read: {e}; see `hslake repair`") from e
+    if version is not None and table.version() != version:
+        raise Missing(f"{url} has no version {version}; the newest is {table.version()}")
+    if version is None and newest is not None and table.version() < newest:
+        raise Corrupt(
+            f"{url}: the log goes to version {newest}, only {table.version()} loads: "
+            "an entry is missing; see `hslake repair`"
+        )
+    protocol = table.protocol()
+    found = (protocol.min_reader_version, protocol.min_writer_version)
+    if found != _PROTOCOL:
+        raise InvalidInput(
+            f"{url} has Delta protocol {found}, expected {_PROTOCOL}: another client upgraded the "
+            "table; restore its log from before that"
+        )
+    return TableState(store, name, table)
+
+
+def _check_log(store: Store, name: str) -> int | None:
+    """Newest version in a local log. Raises Corrupt for empty entries or a torn last one.
+
+    After a power cut the last entry may be there without its content, and Delta would silently
+    open the table without those rows.
+    """
+    log = store.local(f"{name}/_delta_log")
+    if not log.is_dir():
+        return None
+    entries = sorted(p for p in log.iterdir() if _ENTRY.fullmatch(p.name))
+    for path in entries:
+        if path.stat().st_size == 0:
+            raise Corrupt(f"{path} is empty: a commit was torn; see `hslake repair`")
+    if not entries:
+        return None
+    last = entries[-1]
+    try:
+        actions = [json.loads(line) for line in last.read_bytes().splitlines() if line.strip()]
+        kinds = {k for a in actions for k in a}
+        operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
+    except (ValueError, TypeError, KeyError) as e:
+        raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; "
+                      "see `hslake repair`") from None
+    if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
+        raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; see `hslake repair`")
+    return int(last.stem)
+
+
+def commit(
+    store: Store, name: str, build: Callable[[TableState], pa.Table | None], txn_id: str
+) -> int:
+    """Append the rows that `build` returns for the current state; return their version.
+
+    `build` runs again on a newer state whenever another writer was faster. It returns rows without
+    commit_version (and, if it likes, without committed_at), None when there is nothing to do (the
+    version it saw is returned), or raises to abort. `txn_id` names the content: a transaction that
+    is in the table already is not repeated, its version is returned. Raises Conflict when
+    other writers were always faster, and the store's error when it keeps failing.
+    """
+    conflicts = failures = 0
+    while True:
+        state = open_table(store, name)
+        done = state.transaction(txn_id)
+        if done is not None:
+            return done
+        rows = build(state)
+        if rows is None:
+            return state.version
+        version = state.version + 1
+        data = _fill(rows, name, version)
+        path = f"part-{version:020d}-{uuid.uuid4().hex}.parquet"
+        body = _parquet(data)
+        # The data is durable before the log can name it.
+        store.put(f"{name}/{path}", body)
+        try:
+            _append(state, path, len(body), data.num_rows, Transaction(txn_id, version))
+        except Exception as error:
+            # Whatever was reported, the commit may have succeeded: only the table knows.
+            now = open_table(store, name)
+            done = now.transaction(txn_id)
+            if done is None:
+                if now.version > state.version:
+                    conflicts += 1
+                    # Our version is another's: this file can never be named by a log entry.
+                    store.delete(f"{name}/{path}")
+                else:
+                    failures += 1
+                if failures >= _MAX_FAILURES:
+                    raise
+                if conflicts >= _MAX_CONFLICTS:
+                    raise Conflict(
+                        f"{store.url(name)}: {conflicts} commits in a row lost to other writers: "
+                        "run fewer at once, or try again"
+                    ) from error
+                time.sleep(random.uniform(0.005, min(2.0, 0.02 * 2 ** min(conflicts + failures, 7))))
+                continue
+            version = done
+        _sync(store, name, version)
+        return version
+
+
+def _append(state: TableState, path: str, size: int, rows: int, txn: Transaction) -> None:
+    """Write the log entry of version `state.version + 1`, or raise: never a later one."""
+    stats = json.dumps({"numRecords": rows})
+    add = AddAction(path, size, {}, time.time_ns() // 1_000_000, True, stats)
+    state._table.create_write_transaction(
+        [add],
+        mode="append",
+        schema=state._table.schema(),
+        commit_properties=CommitProperties(max_commit_retries=0, app_transactions=[txn]),
+        post_commithook_properties=_HOOKS,
+    )
+
+
+def _fill(rows: pa.Table, name: str, version: int) -> pa.Table:
+    """`rows` in the table's schema: commit_version and committed_at set, absent columns null."""
+    schema, count = arrow_schema(name), rows.num_rows
+    unknown = set(rows.column_names) - set(schema.names)
+    if unknown:
+        raise InvalidInput(f"rows for {name} have unknown columns {sorted(unknown)}")
+    now = datetime.now(UTC)
+    columns = []
+    for field in schema:
+        if field.name == "commit_version":
+            columns.append(pa.array([version] * count, field.type))
+        elif field.name in rows.column_names:
+            columns.append(rows[field.name].cast(field.type))
+        elif field.name == "committed_at":
+            columns.append(pa.array([now] * count, field.type))
+        elif field.nullable:
+            columns.append(pa.nulls(count, field.type))
+        else:
+            raise InvalidInput(f"rows for {name} lack the column {field.name}")
+    return pa.table(columns, schema=schema)
+
+
+def _parquet(data: pa.Table) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(data, out, compression="zstd")
+    return out.getvalue()
+
+
+def _sync(store: Store, name: str, version: int) -> None:
+    """Make the log entry (and the checkpoint that may have followed it) durable."""
+    if not store.is_local:
+        return
+    log = store.local(f"{name}/_delta_log")
+    for path in log.glob(f"{version:020d}.*"):
+        sync_file(path)
+    last = log / "_last_checkpoint"
+    if last.exists():
+        sync_file(last)
+    sync_dir(log)
+    sync_dir(log.parent)

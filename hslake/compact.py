@@ -1,0 +1,340 @@
+"""The compactor: staging -> verified segments -> one manifest commit -> staging freed.
+
+The order is the guarantee. A segment is written and checked, then the manifest names it, and only
+then are parts marked DONE. A crash before the commit leaves an invisible orphan; a crash after it
+leaves rows that the next pass finds already live and gives up as duplicates.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from hslake.lake import Lake
+from hslake.lake import open as open_lake
+from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
+
+from hslake import catalog
+from hslake.checksum import sample_checksum
+from hslake.errors import Conflict, InvalidInput
+from hslake.ids import token_hash
+from hslake.progress import Bar
+from hslake.schemas import arrow_schema
+from hslake.spec import LakeSpec, check_fingerprint
+from hslake.staging.locks import Lock, try_lock
+from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved
+from hslake.staging.reader import WriterDir, read_part, read_rows, scan
+from hslake.staging.writer import LOCK, remove_writer
+
+
+@dataclass
+class CompactReport:
+    """What one call did. `abandoned`: reason -> samples given up; `damage`: journals cut short."""
+
+    samples: int = 0
+    tokens: int = 0
+    segments: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    abandoned: dict[str, int] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
+    waiting: int = 0
+    version: int | None = None
+
+
+@dataclass
+class _Source:
+    """A part under this pass: its shared lock, what its journal says, whose it is."""
+
+    info: PartInfo
+    lock: Lock
+    final: bool  # no more rows can come: sealed, or its writer is dead
+
+
+def compact(
+    lake_url: str,
+    staging_roots: Sequence[str | Path],
+    *,
+    watch: bool = False,
+    segment_tokens: int | None = None,
+    progress: Bar | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    interval_s: float = 1.0,
+) -> CompactReport:
+    """Move every complete sample from staging into the lake; with `watch`, until `stop()`.
+
+    Raises InvalidInput for a part of another lake, model, dtype or set of streams (before anything
+    is written), Missing for a staging folder that is not there.
+    """
+    report = CompactReport()
+    while True:
+        _pass(lake_url, [Path(r) for r in staging_roots], segment_tokens, progress, report)
+        if not watch or stop():
+            return report
+        time.sleep(interval_s)
+
+
+def _pass(
+    lake_url: str,
+    roots: list[Path],
+    segment_tokens: int | None,
+    progress: Bar | None,
+    report: CompactReport,
+) -> None:
+    lake = open_lake(lake_url)
+    writers = [w for root in roots for w in scan(root)]
+    # A dead writer's lock makes its folder ours; losing the race means another compactor has it.
+    owned: dict[Path, Lock] = {}
+    mine: list[WriterDir] = []
+    sources: list[_Source] = []
+    try:
+        for writer in writers:
+            if not writer.alive:
+                lock = try_lock(writer.path / LOCK)
+                if lock is None:
+                    continue
+                owned[writer.path] = lock
+            mine.append(writer)
+            sources += _sources(writer, lake.spec)
+        wanted = _choose(lake, sources, report)
+        for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
+            _publish(lake, batch, report, progress)
+        _free(sources)
+        for writer in mine:
+            if writer.path in owned and all((p / DONE).exists() for p in writer.parts):
+                remove_writer(writer.path)
+    finally:
+        for source in sources:
+            source.lock.release()
+        for lock in owned.values():
+            lock.release()
+
+
+def _sources(writer: WriterDir, spec: LakeSpec) -> list[_Source]:
+    found = []
+    for path in writer.parts:
+        if (path / DONE).exists():
+            continue
+        lock = try_lock(path / READ_LOCK, shared=True)
+        if lock is None:
+            continue  # being recycled
+        try:
+            info = read_part(path)
+            check_part(info, spec)
+        except BaseException:
+            lock.release()
+            raise
+        found.append(_Source(info, lock, info.sealed or not writer.alive))
+    return found
+
+
+def check_part(info: PartInfo, spec: LakeSpec) -> None:
+    """Raise InvalidInput unless the part was written for this lake and model."""
+    a = info.attributes
+    expected: dict[str, Any] = {
+        "lake_id": spec.lake_id,
+        "streams": list(spec.streams),
+        "dtype": spec.dtype,
+        "hidden_size": spec.hidden_size,
+    }
+    for name, want in expected.items():
+        if a[name] != want:
+            raise InvalidInput(
+                f"staging part {info.path}: {name} is {a[name]!r}, the lake's is {want!r}: "
+                "it belongs to another lake; compact that one, or name another --staging"
+            )
+    check_fingerprint(spec.model.fingerprint, a["fingerprint"], f"staging part {info.path}")
+
+
+@dataclass(frozen=True)
+class _Pick:
+    part: PartInfo
+    row: Reserved
+    plan: dict[str, Any]
+
+
+def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_Pick]:
+    """Complete samples that are planned and not live, one attempt each; the rest is counted."""
+    complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
+    live = live_ids(catalog.open_table(lake.store, "manifest"))
+    plan = _plan_rows(lake, {r.sample_id for _, r in complete} - live)
+    picks: dict[str, _Pick] = {}
+    abandoned: Counter[str] = Counter(report.abandoned)
+    for source, row in complete:
+        reason = None
+        if row.sample_id in live or row.sample_id in picks:
+            reason = "already in the lake"
+        elif row.sample_id not in plan:
+            reason = "not in the plan"
+        else:
+            pick = _Pick(source.info, row, plan[row.sample_id])
+            reason = _damage(pick)
+            if reason is None:
+                picks[row.sample_id] = pick
+        # Counted once, when the part goes: a live writer's open part is read on every pass.
+        if reason is not None and source.final:
+            abandoned[reason] += 1
+    for source in sources:
+        if source.final:
+            abandoned.update(
+                r.reason or "writer died" for r in source.info.reserved if r.state != "complete"
+            )
+        if source.info.damage and source.info.damage not in report.damage:
+            report.damage.append(source.info.damage)
+    report.abandoned = dict(abandoned)
+    report.waiting = sum(r.state == "open" for s in sources if not s.final for r in s.info.reserved)
+    return list(picks.values())
+
+
+def _damage(pick: _Pick) -> str | None:
+    """Why a staged sample must not be stored, or None: RAM and other processes err too."""
+    hidden, ids = read_rows(pick.part, pick.row)
+    if pick.plan["length"] != pick.row.length or token_hash(ids) != pick.plan["token_hash"]:
+        return "tokens differ from the plan"
+    found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
+    return None if found == list(pick.row.checksum) else "checksum differs from the writer's"
+
+
+def live_ids(table: "catalog.TableState") -> set[str]:
+    """Sample ids that are live: added, and that add not hidden."""
+    rows = table.arrow(["op", "sample_id", "segment_id"])
+    keys = list(zip(*(rows.column(c).to_pylist() for c in rows.column_names), strict=True))
+    hidden = {k[1:] for k in keys if k[0] == "hide"}
+    return {k[1] for k in keys if k[0] == "add" and k[1:] not in hidden}
+
+
+def _plan_rows(lake: Lake, ids: set[str]) -> dict[str, dict[str, Any]]:
+    if not ids:
+        return {}
+    columns = [
+        "op",
+        "sample_id",
+        "source",
+        "split",
+        "length",
+        "supervised_tokens",
+        "token_hash",
+        "loss_mask",
+    ]
+    table = catalog.open_table(lake.store, "plan").arrow(columns)
+    table = table.filter(pc.is_in(table["sample_id"], pa.array(sorted(ids), pa.string())))
+    rows: dict[str, dict[str, Any]] = {}
+    gone = set()
+    for row in table.to_pylist():
+        if row["op"] == "add":
+            rows[row["sample_id"]] = row
+        else:
+            gone.add(row["sample_id"])
+    return {k: v for k, v in rows.items() if k not in gone}
+
+
+def _batches(picks: list[_Pick], limit: int) -> Iterable[list[_Pick]]:
+    batch: list[_Pick] = []
+    tokens = 0
+    for pick in picks:
+        if batch and tokens + pick.row.length > limit:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(pick)
+        tokens += pick.row.length
+    if batch:
+        yield batch
+
+
+def _sample(pick: _Pick) -> SegmentSample:
+    hidden, ids = read_rows(pick.part, pick.row)
+    mask = np.asarray(pick.plan["loss_mask"], np.uint8)
+    return SegmentSample(
+        pick.row.sample_id,
+        [np.asarray(h) for h in hidden],
+        np.asarray(ids),
+        mask,
+        list(pick.row.checksum),
+    )
+
+
+def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Bar | None) -> None:
+    info = write_segment(lake.store, lake.spec, new_segment_id(), (_sample(p) for p in batch))
+    starts = dict(info.placements)
+    added: list[_Pick] = []
+
+    def build(state: catalog.TableState) -> pa.Table | None:
+        refuse_condemned(state, info.segment_id)
+        live = live_ids(state)
+        added[:] = [p for p in batch if p.row.sample_id not in live]
+        rows = [_row(p, starts[p.row.sample_id], info) for p in added]
+        return _table(rows) if rows else None
+
+    report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
+    report.segments += 1
+    report.samples += len(added)
+    report.tokens += sum(p.row.length for p in added)
+    report.raw_bytes += info.raw_bytes
+    report.stored_bytes += info.stored_bytes
+    if progress is not None:
+        progress.advance(sum(p.row.length for p in added))
+
+
+def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
+    """Raise Conflict when a vacuum took the segment for an orphan: it must be written again."""
+    rows = state.arrow(["op", "segment_id"])
+    condemned = pc.and_(pc.equal(rows["op"], "condemn"), pc.equal(rows["segment_id"], segment_id))
+    if pc.any(condemned).as_py():
+        raise Conflict(
+            f"segment {segment_id} was condemned by a vacuum before it was committed: run compact "
+            "again, the samples are still in staging"
+        )
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    schema = arrow_schema("manifest")
+    fields = [f for f in schema if f.name != "commit_version"]
+    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+
+
+def _row(pick: _Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
+    row, plan = pick.row, pick.plan
+    engine = pick.part.attributes["engine"]
+    return {
+        "op": "add",
+        "sample_id": row.sample_id,
+        "source": plan["source"],
+        "split": plan["split"],
+        "length": row.length,
+        "supervised_tokens": plan["supervised_tokens"],
+        "segment_id": info.segment_id,
+        "token_start": token_start,
+        "attempt": row.attempt,
+        "token_hash": plan["token_hash"],
+        "checksum": list(row.checksum),
+        "rms": list(row.rms),
+        "absmax": list(row.absmax),
+        "nonfinite": list(row.nonfinite),
+        "segment_tokens": info.tokens,
+        "segment_raw_bytes": info.raw_bytes,
+        "segment_stored_bytes": info.stored_bytes,
+        "inventory_digest": info.inventory_digest,
+        "engine": engine.get("engine"),
+        "engine_version": engine.get("engine_version"),
+        "hook_version": engine.get("hook_version"),
+        "chunk_size": int(engine.get("chunk_size") or 0),
+        "tp": int(engine.get("tp") or 1),
+        "dp_rank": int(engine.get("dp_rank") or 0),
+        "writer": pick.part.path.parent.name,
+        "captured_at": row.at,
+        "committed_at": datetime.now(UTC),
+        "reason": None,
+    }
+
+
+def _free(sources: list[_Source]) -> None:
+    """Mark the parts DONE to which no row can come any more: all of theirs are settled now."""
+    for source in sources:
+        if source.final:
+            (source.info.path / DONE).touch()

@@ -1,0 +1,236 @@
+"""Drives servers until every sample of a worklist is acknowledged, refused or given up.
+
+Nothing counts as captured because a server answered: only the event of its attempt in
+/hslake/status does. What is sent is bounded by requests, by tokens, and by credits: the rows free in
+staging less all that is on its way, so the hook finds room for whatever it is asked to capture.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hslake.ids import RequestId, new_attempt
+from hslake.jobs import Job, JobQueue
+from hslake.server import CAPTURED, Event, Server
+from hslake.slot import Flight, Slot
+from hslake.worklist import Item
+
+log = logging.getLogger("hslake.extract")
+
+NO_SPACE = "no space"  # how the hook's reason for a drop begins when staging was full
+_REFUSALS = 2  # by the server, before a sample is taken to be refused for good
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and times of a run. Per server: `requests` and `tokens` on their way. Seconds else."""
+
+    requests: int = 32
+    tokens: int = 131_072
+    tries: int = 8  # failed attempts of one sample before it is given up
+    patience: float = 1800.0  # without any server, or without any sample captured
+    request_timeout: float = 900.0
+    status_timeout: float = 20.0
+    ack_timeout: float = 60.0  # between a server's answer and the event of the attempt
+    backoff: float = 0.5  # before the first retry; doubles
+    backoff_max: float = 30.0
+    poll_min: float = 0.02
+    poll_max: float = 1.0
+    strikes: int = 3  # status calls in a row without an answer before a server is set aside
+
+
+class Driver:
+    """One run over a fixed list of items. Use once: `await run()`, then read the results."""
+
+    def __init__(
+        self,
+        lake_id: str,
+        servers: Sequence[Server],
+        items: Sequence[Item],
+        read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
+        *,
+        limits: Limits,
+        on_captured: Callable[[Item, str], None] = lambda item, url: None,
+        on_note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.lake_id = lake_id
+        self.limits = limits
+        self.queue = JobQueue(items, read_ids)
+        self.slots = [Slot(self, server) for server in servers]
+        self.attempts: dict[str, Job] = {}  # of jobs that are not done
+        self.left = len(items)
+        self.captured = self.captured_tokens = self.retried = self.dropped = 0
+        self.refused: dict[str, str] = {}  # sample id -> why, for good
+        self.failed: dict[str, str] = {}  # sample id -> the last error, after all tries
+        self.stopped: str | None = None  # why the run ended early
+        self._on_captured, self._on_note = on_captured, on_note
+        self._over = asyncio.Event()
+        self._progress = time.monotonic()
+
+    # -- the run -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until nothing is left or patience ends (`stopped` says why). Safe to cancel at any time:
+        what was acknowledged is in staging, the rest is simply asked for again."""
+        if not self.left:
+            return
+        work = [self._watch(), self.queue.feed(self.wake), *(slot.run() for slot in self.slots)]
+        tasks = [asyncio.create_task(w) for w in work]
+        over = asyncio.create_task(self._over.wait())
+        try:
+            pending: set[asyncio.Task[Any]] = {over, *tasks}
+            while not over.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # an error inside is ours: let it out
+        finally:
+            for task in (over, *tasks):
+                task.cancel()
+            await asyncio.gather(over, *tasks, return_exceptions=True)
+            await self._abort_all()
+
+    async def _watch(self) -> None:
+        """Ends the run when patience does; says meanwhile what it waits for."""
+        limits = self.limits
+        patience = max(limits.patience, 0.0)
+        warned = False
+        while True:
+            await asyncio.sleep(min(1.0, patience / 4 or 0.01))
+            waited = time.monotonic() - self._progress
+            up = [slot for slot in self.slots if slot.up]
+            flights = sum(len(slot.flights) for slot in self.slots)
+            self._on_note(self._now(up, flights, waited))
+            if waited < 30 or flights:
+                warned = False
+            elif not warned:
+                warned = True
+                log.warning("nothing captured for %.0f s: %s", waited, self._waits_for(up))
+            # A slow server may need most of its request timeout for what is on its way.
+            if waited > (max(patience, limits.request_timeout) if flights else patience):
+                self.stopped = self._waits_for(up)
+                self._over.set()
+
+    def _now(self, up: list[Slot], flights: int, waited: float) -> str:
+        parts = [f"{self.left:,} left", f"{flights} in flight"]
+        if len(up) < len(self.slots):
+            parts.append(f"{len(up)} of {len(self.slots)} servers")
+        if self.retried:
+            parts.append(f"{self.retried} retries")
+        if waited > 5 and not flights:
+            parts.append(self._waits_for(up))
+        return ", ".join(parts)
+
+    def _waits_for(self, up: list[Slot]) -> str:
+        if not up:
+            return "no server answers: " + "; ".join(s.reason for s in self.slots)
+        if all(slot.starved for slot in up):
+            return "staging is full: is `hslake compact --watch` running?"
+        return "the servers acknowledge nothing: see /hslake/status and their logs"
+
+    def wake(self) -> None:
+        """Let every server look for work."""
+        for slot in self.slots:
+            slot.wake.set()
+
+    async def _abort_all(self) -> None:
+        """Tell the servers to forget what is still on its way; nobody waits long for it."""
+        calls = [slot.abort_flights() for slot in self.slots if slot.flights]
+        if calls:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await asyncio.gather(*calls, return_exceptions=True)
+
+    # -- what slots ask and tell ---------------------------------------------------------------
+
+    def take(self, slot: Slot, room: int) -> Job | None:
+        """The next job for `slot`, of at most `room` tokens. Refuses those no server can take."""
+        now = time.monotonic()
+        best = max((s for s in self.slots if s.longest), key=lambda s: s.longest, default=slot)
+        while True:
+            # One that no server can take is handed to the best, to be refused below.
+            longest = 1 << 62 if slot is best else slot.longest
+            job = self.queue.take(now, longest, 1 << 62 if room >= slot.longest else room)
+            if job is None or job.length <= room:
+                return job
+            if job.length <= best.longest:
+                self.queue.again(job, now)
+                return None
+            self.refuse(job, best.why_longest)
+
+    def request_id(self, job: Job) -> RequestId:
+        """A request id for a new attempt of `job`."""
+        item = job.item
+        attempt = new_attempt()
+        job.attempts.append(attempt)
+        self.attempts[attempt] = job
+        return RequestId(self.lake_id[:8], attempt, item.length, item.source, item.sample_id)
+
+    def event(self, slot: Slot, event: Event) -> None:
+        """An attempt ended, as the hook saw it. Events of other drivers' attempts are ignored."""
+        job = self.attempts.get(event.attempt)
+        flight = slot.flights.pop(event.attempt, None)
+        if flight is not None:
+            slot.release(flight)
+        if event.state == CAPTURED:
+            if job is not None:
+                self._finish(job)
+                self.captured += 1
+                self.captured_tokens += job.length
+                slot.captured += 1
+                slot.tokens += job.length
+                self._on_captured(job.item, slot.server.url)
+            return
+        if job is not None and flight is not None:
+            self.dropped += 1
+            slot.dropped += 1
+            reason = event.reason or "dropped by the hook"
+            # Room is a matter of the compactor, not of the sample.
+            self.again(job, f"dropped: {reason}", counts=not reason.startswith(NO_SPACE))
+
+    def lost(self, flight: Flight, reason: str) -> None:
+        """The attempt of `flight`, already taken from its slot, came to nothing."""
+        self.again(flight.job, reason)
+
+    def refused_by_server(self, flight: Flight, reason: str) -> None:
+        """The server called the request wrong; asked twice, so that one bad moment is not fatal."""
+        job = flight.job
+        job.refusals += 1
+        if job.refusals >= _REFUSALS and not job.done:
+            self.refuse(job, f"refused by the server: {reason}")
+        else:
+            self.again(job, reason)
+
+    def again(self, job: Job, reason: str, *, counts: bool = True) -> None:
+        """Ask for `job` again later, or give it up after too many failures."""
+        if job.done or job.queued or job.flights:
+            return
+        job.failures += counts
+        if job.failures >= self.limits.tries:
+            self.failed[job.item.sample_id] = reason
+            self._finish(job)
+            return
+        delay = min(self.limits.backoff_max, self.limits.backoff * 2**job.waits)
+        job.waits = min(job.waits + 1, 30)
+        self.retried += 1
+        log.info("%s: %s; asked again in %.1f s", job.item.sample_id, reason, delay)
+        # Spread, so that what failed together does not come back together.
+        self.queue.again(job, time.monotonic() + delay * random.uniform(0.75, 1.25))
+
+    def refuse(self, job: Job, reason: str) -> None:
+        """`job` will not be asked for again."""
+        self.refused[job.item.sample_id] = reason
+        self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        job.done, job.ids = True, None
+        for attempt in job.attempts:
+            self.attempts.pop(attempt, None)
+        self._progress = time.monotonic()
+        self.left -= 1
+        if self.left == 0:
+            self._over.set()

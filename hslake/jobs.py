@@ -1,0 +1,120 @@
+"""The driver's queue: samples to ask for, in order, and those to ask for again, when due."""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hslake.worklist import BLOCK, Item
+
+_LOOK_AHEAD = 64  # how far a server looks for a sample that it can take
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sample and everything that happened to it in this run. `ids` holds its token ids."""
+
+    item: Item
+    ids: Any
+    attempts: list[str] = field(default_factory=list)  # every attempt id it was sent under
+    failures: int = 0  # that count against the limit
+    refusals: int = 0
+    waits: int = 0  # how often it was put back, for the back-off
+    flights: int = 0  # requests now on their way
+    queued: bool = True
+    done: bool = False  # captured, refused or given up
+
+    @property
+    def length(self) -> int:
+        """Tokens, which are also rows of staging."""
+        return self.item.length
+
+
+class JobQueue:
+    """Fresh jobs in the order given and retries by due time. Token ids are read in blocks.
+
+    `read_ids(items)` returns token ids by sample id; it runs in a thread.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Item],
+        read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
+        block: int = BLOCK,
+    ) -> None:
+        self._rest = iter(items)
+        self._read_ids = read_ids
+        self._block = block
+        self._ready: deque[Job] = deque()
+        self._retries: list[tuple[float, int, Job]] = []
+        self._numbers = itertools.count()
+        self._low = asyncio.Event()
+        self._low.set()
+
+    async def feed(self, loaded: Callable[[], None]) -> None:
+        """Keep fresh jobs at hand until all have been handed out; calls `loaded` after a block."""
+        while True:
+            await self._low.wait()
+            items = list(itertools.islice(self._rest, self._block))
+            if not items:
+                return
+            ids = await asyncio.to_thread(self._read_ids, items)
+            self._ready.extend(Job(item, ids[item.sample_id]) for item in items)
+            self._low.clear()
+            loaded()
+
+    def again(self, job: Job, due: float) -> None:
+        """Put `job` back, to be taken at `due` or later."""
+        job.queued = True
+        heapq.heappush(self._retries, (due, next(self._numbers), job))
+
+    def next_due(self) -> float | None:
+        """When the next retry is due, or None."""
+        return self._retries[0][0] if self._retries else None
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._retries)
+
+    def take(self, now: float, longest: int, room: int) -> Job | None:
+        """The next job of at most `longest` tokens, if it has at most `room`.
+
+        A job without room is waited for rather than overtaken: else long ones would starve.
+        Retries that are due come first.
+        """
+        job = self._take_retry(now, longest, room)
+        if job is not None:
+            return job
+        for place in range(min(_LOOK_AHEAD, len(self._ready))):
+            job = self._ready[place]
+            if job.length <= longest:
+                if job.length > room:
+                    return None
+                del self._ready[place]
+                if len(self._ready) < self._block // 2:
+                    self._low.set()
+                job.queued = False
+                return job
+        return None
+
+    def _take_retry(self, now: float, longest: int, room: int) -> Job | None:
+        kept: list[tuple[float, int, Job]] = []
+        found = None
+        while self._retries and self._retries[0][0] <= now and len(kept) < _LOOK_AHEAD:
+            entry = heapq.heappop(self._retries)
+            job = entry[2]
+            if job.done:  # an older attempt was acknowledged after all
+                continue
+            if job.length <= longest and job.length <= room:
+                found = job
+                break
+            kept.append(entry)
+            if job.length <= longest:
+                break
+        for entry in kept:
+            heapq.heappush(self._retries, entry)
+        if found is not None:
+            found.queued = False
+        return found

@@ -1,0 +1,53 @@
+"""Shards of the Zarr codec `sharding_indexed`: chunks in the order they are added, then the index.
+
+zarr-python writes inner chunks in Morton order, which scatters a sample; here the writer decides,
+and lays a sample's chunks one behind the other. Readers see a standard shard either way.
+"""
+
+import numpy as np
+
+from hslake.errors import Corrupt, InvalidInput
+from hslake.segment.codec import crc, strip_crc
+from hslake.segment.layout import Grid
+
+ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+class ShardWriter:
+    """Collects the encoded chunks of one shard in memory."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._index = np.full((*grid.index_shape, 2), ABSENT, "<u8")
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, stream: int, chunk: int, data: bytes) -> None:
+        """Append the encoded chunk number `chunk` (within the shard) of `stream`.
+
+        Raises InvalidInput when it has already been added.
+        """
+        if self._index[stream, chunk, 0] != ABSENT:
+            raise InvalidInput(f"chunk {chunk} of stream {stream} was added to the shard twice")
+        self._index[stream, chunk] = (self._size, len(data))
+        self._parts.append(data)
+        self._size += len(data)
+
+    def finish(self) -> bytes:
+        """The shard's bytes. The writer is empty afterwards and must not be used again."""
+        index = self._index.tobytes()
+        parts, self._parts = self._parts, []
+        return b"".join([*parts, index, crc(index)])
+
+
+def parse_index(grid: Grid, data: bytes, where: str) -> np.ndarray:
+    """The index [stream, chunk, (offset, bytes)] uint64 from the last bytes of a shard.
+
+    Raises Corrupt naming `where` when it is short or does not match its crc32c.
+    """
+    if len(data) != grid.index_bytes:
+        raise Corrupt(
+            f"{where}: {len(data)} bytes where the index takes {grid.index_bytes}: the object was "
+            "cut short; `hslake verify --quarantine` hides its samples"
+        )
+    body = strip_crc(data, f"{where}: shard index")
+    return np.frombuffer(body, "<u8").reshape(*grid.index_shape, 2)

@@ -1,0 +1,341 @@
+"""Client of one SGLang server that runs the dump hook: the few HTTP calls hslake makes.
+
+Errors say what the caller should do: ServerDown (no answer: set the server aside), RequestFailed
+(this request failed: ask again), RequestRefused (the server will not take this request).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.ids import RequestId
+
+STATUS_PATH = "/hslake/status"
+EVENTS_A_CALL = 5000  # at most so many events come with one status
+CAPTURED, DROPPED = "captured", "dropped"
+_BODY_SHOWN = 300
+# The prompt's last token is followed by one that nobody reads: prefill is all that is wanted.
+_SAMPLING = {"max_new_tokens": 1, "temperature": 0}
+
+
+class ServerDown(Missing):
+    """The server does not answer, or not with what an SGLang server with the hook answers."""
+
+
+class RequestFailed(Conflict):
+    """The server failed at this request; another attempt may succeed."""
+
+
+class RequestRefused(InvalidInput):
+    """The server says that this request is wrong; the same again would be refused again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The end of one attempt, as a writer saw it."""
+
+    seq: int
+    attempt: str
+    sample_id: str
+    state: str  # CAPTURED or DROPPED
+    reason: str
+    part: str = ""  # where a captured one lies, if the writer says
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of staging: rows in all, rows reserved, open | sealed | done."""
+
+    name: str
+    rows: int
+    reserved: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    """One hook process behind the server. Rows are tokens."""
+
+    writer: str
+    alive: bool
+    armed: bool
+    error: str | None
+    free_rows: int
+    capacity_rows: int
+    largest_reservation: int
+    parts: tuple[Part, ...]
+    cursor: int
+    events: tuple[Event, ...]
+    tokens_captured: int
+    bytes_captured: int
+    samples_captured: int
+    dropped: int
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The answer of GET /hslake/status."""
+
+    armed: bool
+    error: str | None
+    lake_id: str | None
+    hook_version: str | None
+    engine: dict[str, Any]
+    writers: tuple[WriterStatus, ...]
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def largest_reservation(self) -> int:
+        """The longest sample that every writer can take, in tokens; 0 without writers."""
+        return min((w.largest_reservation for w in self.writers), default=0)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that may be asked for now. Which writer gets a request is not ours to say, so the
+        fullest one decides for all."""
+        ready = [w.free_rows for w in self.writers if w.armed and w.alive]
+        return min(ready, default=0) * len(ready)
+
+    @property
+    def cursors(self) -> dict[str, int]:
+        """What to pass as `since` to get only newer events."""
+        return {w.writer: w.cursor for w in self.writers}
+
+    @property
+    def more(self) -> bool:
+        """Whether further events wait for the next call."""
+        return any(len(w.events) >= EVENTS_A_CALL for w in self.writers)
+
+
+def parse_status(document: Any, where: str) -> ServerStatus:
+    """Check and take in a status document. Raises ServerDown naming `where` when it is not one."""
+    try:
+        if document["format"] != 1:
+            raise ServerDown(
+                f"{where}: status format {document['format']!r}, this hslake reads format 1: "
+                "use the same hslake here and in the server's environment"
+            )
+        writers = tuple(_writer(w) for w in document["writers"])
+        return ServerStatus(
+            armed=bool(document["armed"]),
+            error=document.get("error"),
+            lake_id=document.get("lake_id"),
+            hook_version=document.get("hook_version"),
+            engine=dict(document.get("engine") or {}),
+            writers=writers,
+            raw=document,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerDown(
+            f"{where}: found {str(document)[:_BODY_SHOWN]!r}, expected hslake's status "
+            f"({type(error).__name__}: {error}): is something else listening there?"
+        ) from error
+
+
+def _writer(w: Mapping[str, Any]) -> WriterStatus:
+    return WriterStatus(
+        writer=str(w["writer"]),
+        alive=bool(w["alive"]),
+        armed=bool(w["armed"]),
+        error=w.get("error"),
+        free_rows=int(w["free_rows"]),
+        capacity_rows=int(w["capacity_rows"]),
+        largest_reservation=int(w["largest_reservation"]),
+        parts=tuple(
+            Part(str(p["name"]), int(p["rows"]), int(p["reserved"]), str(p["state"]))
+            for p in w.get("parts", ())
+        ),
+        cursor=int(w["cursor"]),
+        events=tuple(
+            Event(
+                int(e["seq"]),
+                str(e["attempt"]),
+                str(e["sample_id"]),
+                str(e["state"]),
+                str(e.get("reason") or ""),
+                str(e.get("part") or ""),
+            )
+            for e in w["events"]
+        ),
+        tokens_captured=int(w.get("tokens_captured", 0)),
+        bytes_captured=int(w.get("bytes_captured", 0)),
+        samples_captured=int(w.get("samples_captured", 0)),
+        dropped=int(w.get("dropped", 0)),
+        updated_at=float(w.get("updated_at") or 0.0),
+    )
+
+
+def check_url(url: str) -> str:
+    """The server's base URL without a slash at the end. Raises InvalidInput."""
+    clean = url.strip().rstrip("/")
+    if not clean.startswith(("http://", "https://")) or len(clean.split("://", 1)[1]) == 0:
+        raise InvalidInput(
+            f"server {url!r}: expected an address such as http://127.0.0.1:30000 (what `hslake "
+            "serve` listens on)"
+        )
+    return clean
+
+
+def new_session() -> aiohttp.ClientSession:
+    """A session without limits of its own: the driver bounds what is in flight."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),
+        headers={"content-type": "application/json"},
+    )
+
+
+class Server:
+    """One server. All calls raise ServerDown when it does not answer in time."""
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        request_timeout: float = 900.0,
+        status_timeout: float = 20.0,
+    ) -> None:
+        self.url = check_url(url)
+        self._session = session
+        self._request = aiohttp.ClientTimeout(total=request_timeout, sock_connect=10)
+        self._status = aiohttp.ClientTimeout(total=status_timeout, sock_connect=10)
+
+    async def generate(self, rid: RequestId, input_ids: Sequence[int], **more: Any) -> Any:
+        """Prefill `input_ids` under `rid`; returns the server's parsed answer.
+
+        `more` are further fields of the request. Raises ServerDown, RequestFailed (5xx, an aborted
+        request, no answer in time) or RequestRefused (4xx).
+        """
+        body = {
+            "rid": rid.encode(),
+            "input_ids": input_ids,
+            "sampling_params": _SAMPLING,
+            **more,
+        }
+        data = json.dumps(body, separators=(",", ":")).encode("ascii")
+        try:
+            status, text = await self._call("POST", "/generate", self._request, data=data)
+        except TimeoutError:
+            raise RequestFailed(
+                f"no answer to a prompt of {rid.length} tokens within {self._request.total:.0f} s"
+            ) from None
+        if status == 200:
+            return _finished(_json(text, f"{self.url}/generate"))
+        shown = _message(text)
+        if status in (400, 413, 422):
+            raise RequestRefused(f"HTTP {status}: {shown}")
+        if status in (408, 425, 429) or status >= 500:
+            raise RequestFailed(f"HTTP {status}: {shown}")
+        # 401, 404 and their like are about the address or the key, not about this request.
+        raise ServerDown(f"{self.url}/generate: HTTP {status}: {shown}")
+
+    async def abort(self, rid: RequestId) -> None:
+        """Ask the server to forget a request; best effort, raises ServerDown only."""
+        data = json.dumps({"rid": rid.encode()}).encode()
+        await self._get_or_post("POST", "/abort_request", data)
+
+    async def healthy(self) -> bool:
+        """Whether /health answers 200."""
+        try:
+            return (await self._get_or_post("GET", "/health"))[0] == 200
+        except ServerDown:
+            return False
+
+    async def info(self) -> dict[str, Any]:
+        """What the server says of itself (/get_server_info, or /server_info where it moved)."""
+        for path in ("/get_server_info", "/server_info"):
+            status, text = await self._get_or_post("GET", path)
+            if status == 200:
+                found = _json(text, self.url + path)
+                if isinstance(found, dict):
+                    return found
+            if status != 404:
+                break
+        raise ServerDown(f"{self.url}{path}: HTTP {status}: {_message(text)}")
+
+    async def status(self, since: Mapping[str, int] | None = None) -> ServerStatus:
+        """GET /hslake/status: events newer than `since` (writer -> cursor), room, health."""
+        path = STATUS_PATH
+        if since:
+            path += "?since=" + ",".join(f"{w}:{c}" for w, c in since.items())
+        status, text = await self._get_or_post("GET", path)
+        if status == 404:
+            raise ServerDown(
+                f"{self.url}{STATUS_PATH}: not found: this server runs without the dump hook; "
+                "start it with `hslake serve LAKE --staging DIR -- …`"
+            )
+        if status != 200:
+            raise ServerDown(f"{self.url}{STATUS_PATH}: HTTP {status}: {_message(text)}")
+        return parse_status(_json(text, self.url + STATUS_PATH), self.url)
+
+    async def _get_or_post(
+        self, method: str, path: str, data: bytes | None = None
+    ) -> tuple[int, bytes]:
+        try:
+            return await self._call(method, path, self._status, data=data)
+        except TimeoutError:
+            raise ServerDown(
+                f"{self.url}{path.split('?')[0]}: no answer within {self._status.total:.0f} s"
+            ) from None
+
+    async def _call(
+        self, method: str, path: str, timeout: aiohttp.ClientTimeout, data: bytes | None = None
+    ) -> tuple[int, bytes]:
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, timeout=timeout
+            ) as answer:
+                return answer.status, await answer.read()
+        except asyncio.TimeoutError:  # also aiohttp's own, which is no ClientError to us
+            raise TimeoutError from None
+        except (aiohttp.ClientError, OSError) as error:
+            text = str(error) or type(error).__name__
+            raise ServerDown(f"{self.url}: no answer ({text})") from error
+
+
+def context_limit(info: Mapping[str, Any]) -> int | None:
+    """The longest prompt, in tokens, that a server with this info takes; None when it says nothing.
+
+    SGLang refuses prompts of `max_req_input_len` and more, and of its context length and more.
+    """
+    limits = [
+        int(info[key]) - 1
+        for key in ("max_req_input_len", "context_length", "max_total_num_tokens")
+        if isinstance(info.get(key), int) and info[key] > 0
+    ]
+    return min(limits, default=None)
+
+
+def _finished(answer: Any) -> Any:
+    """The answer, unless it says that the request was aborted."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        raise RequestFailed(f"aborted by the server: {reason.get('message') or 'no reason given'}")
+    return answer
+
+
+def _json(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, UnicodeDecodeError):
+        raise ServerDown(f"{where}: found {text[:80]!r}, expected JSON") from None
+
+
+def _message(text: bytes) -> str:
+    """The human part of an error body, on one line."""
+    shown = text.decode("utf-8", "replace")
+    try:
+        found = json.loads(shown)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        shown = error.get("message", shown) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        pass
+    shown = " ".join(str(shown).split())
+    return shown[:_BODY_SHOWN] or "no message"

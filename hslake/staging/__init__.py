@@ -1,0 +1,18 @@
+"""Staging: the RAM-backed directory a writer fills and a compactor empties."""
+
+from hslake.staging.part import PartInfo, Reserved
+from hslake.staging.reader import WriterDir, read_part, scan
+from hslake.staging.status import read_status
+from hslake.staging.writer import Reservation, RowViews, StagingWriter
+
+__all__ = [
+    "PartInfo",
+    "Reservation",
+    "Reserved",
+    "RowViews",
+    "StagingWriter",
+    "WriterDir",
+    "read_part",
+    "read_status",
+    "scan",
+]

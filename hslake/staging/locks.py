@@ -1,0 +1,61 @@
+"""POSIX record locks: released by the kernel when the holder dies, never inherited by a fork.
+
+A PID file lies after a reboot and `flock` outlives its holder in forked children. Record locks
+belong to the process: it cannot see its own, and loses one when it closes *any* descriptor of that
+file. So the paths this process holds are remembered here, and their files are opened here only.
+"""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_held: dict[str, int] = {}  # real path -> pid: process state, exactly like the locks themselves
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A held lock; `release` it once."""
+
+    path: str
+    fd: int
+
+    def release(self) -> None:
+        _held.pop(self.path, None)
+        os.close(self.fd)
+
+
+def _mine(path: Path) -> bool:
+    return _held.get(os.path.realpath(path)) == os.getpid()
+
+
+def try_lock(path: Path, *, shared: bool = False) -> Lock | None:
+    """The lock of `path`, or None when somebody (this process included) holds it."""
+    if _mine(path):
+        return None
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    real = os.path.realpath(path)
+    _held[real] = os.getpid()
+    return Lock(real, fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process (this one included) holds the lock of `path` exclusively."""
+    if _mine(path):
+        return True
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

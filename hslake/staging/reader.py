@@ -1,0 +1,126 @@
+"""Reading staging: what writers and parts there are, and what their journals say."""
+
+import json
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hslake.errors import Corrupt, InvalidInput, Missing
+from hslake.schemas import validate
+from hslake.staging.frames import read_frames
+from hslake.staging.locks import is_locked
+from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, bits_dtype
+from hslake.staging.writer import LOCK
+
+
+@dataclass(frozen=True)
+class WriterDir:
+    """One writer's folder. `alive`: its process holds the lock."""
+
+    path: Path
+    writer_id: str
+    alive: bool
+    parts: tuple[Path, ...]
+
+
+def scan(root: Path) -> list[WriterDir]:
+    """Writers under a staging root, by name. Raises Missing when the root is not there."""
+    root = Path(root)
+    if not root.is_dir():
+        raise Missing(f"staging folder {root} is not there: start the server, or check --staging")
+    found = []
+    for path in sorted(root.iterdir()):
+        if not (path.is_dir() and _is_uuid(path.name)):
+            continue
+        parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
+        found.append(WriterDir(path, path.name, is_locked(path / LOCK), tuple(parts)))
+    return found
+
+
+def _is_uuid(name: str) -> bool:
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False
+
+
+def part_attributes(path: Path) -> dict[str, Any]:
+    """The part's `hslake` attribute. Raises Corrupt or InvalidInput naming the file."""
+    where = path / "zarr.json"
+    try:
+        found = json.loads(where.read_text("utf-8"))["attributes"]["hslake"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise Corrupt(f"{where} is no staging part's metadata ({type(e).__name__}: {e})") from None
+    validate(found, "part", str(where))
+    return found
+
+
+def read_part(path: Path) -> PartInfo:
+    """Journal of one part folded to one state per reservation.
+
+    A damaged frame ends the reading; what came before it is returned with `damage` set.
+    """
+    attributes = part_attributes(path)
+    # Asked before the journal is read: a seal that comes in between must not hide its last rows.
+    sealed, done = (path / SEALED).exists(), (path / DONE).exists()
+    reserved: dict[tuple[str, int], Reserved] = {}
+    damage = None
+    try:
+        for row in read_frames(path / JOURNAL, "journal"):
+            _fold(reserved, row, path)
+    except Corrupt as e:
+        damage = str(e)
+    return PartInfo(
+        path,
+        attributes,
+        attributes["capacity"],
+        sealed,
+        done,
+        tuple(reserved.values()),
+        damage,
+    )
+
+
+def _fold(reserved: dict[tuple[str, int], Reserved], row: dict[str, Any], path: Path) -> None:
+    key = (row["attempt"], row["incarnation"])
+    if row["event"] == "reserve":
+        names = ("attempt", "incarnation", "sample_id", "source", "length", "row_start", "at")
+        reserved[key] = Reserved(state="open", **{n: row[n] for n in names})
+    elif key not in reserved:
+        raise Corrupt(f"{path / JOURNAL}: {row['event']} of {key[0]} without its reservation")
+    elif row["event"] == "complete":
+        lists = {n: tuple(row[n]) for n in ("checksum", "rms", "absmax", "nonfinite")}
+        reserved[key] = replace(reserved[key], state="complete", at=row["at"], **lists)
+    else:
+        reserved[key] = replace(reserved[key], state="abandoned", reason=row["reason"])
+
+
+def read_rows(part: PartInfo, sample: Reserved) -> tuple[list[np.ndarray], np.ndarray]:
+    """Maps of a complete sample: per stream [length, hidden] bits, and input_ids int32 [length].
+
+    Raises InvalidInput when the reservation lies outside the part, Corrupt for a short file.
+    """
+    a = part.attributes
+    end = sample.row_start + sample.length
+    if sample.row_start < 0 or end > part.capacity:
+        raise InvalidInput(f"{part.path}: rows {sample.row_start}..{end} of {part.capacity}")
+    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}[a["dtype"]]
+    shape = (part.capacity, a["hidden_size"])
+    hidden = [
+        _open(part.path / f"hidden_states/c/{i}/0/0", bits_dtype(itemsize), shape)[
+            sample.row_start : end
+        ]
+        for i in range(len(a["streams"]))
+    ]
+    ids = _open(part.path / "input_ids/c/0", np.dtype("<i4"), (part.capacity,))
+    return hidden, ids[sample.row_start : end]
+
+
+def _open(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        return np.memmap(path, dtype, "r", shape=shape)
+    except (OSError, ValueError) as e:
+        raise Corrupt(f"{path}: {e}") from None

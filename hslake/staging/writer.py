@@ -1,0 +1,359 @@
+"""The staging writer: one reservation per sample, filled by position, journalled when in place."""
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hslake.checksum import RowStats, to_int64
+from hslake.errors import Conflict, InvalidInput, NoSpace
+from hslake.ids import RequestId
+from hslake.spec import LakeSpec
+from hslake.staging.frames import FrameWriter
+from hslake.staging.locks import try_lock
+from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
+
+EVENTS = "events"
+LOCK = "lock"
+STATUS = "status.json"
+_STATUS_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class RowViews:
+    """Writable views of staging: `hidden` per stream [n, hidden] bits, `input_ids` int32 [n]."""
+
+    hidden: list[np.ndarray]
+    input_ids: np.ndarray
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Rows set aside for one attempt; `filled` of `length` are in place."""
+
+    rid: RequestId
+    part: Part
+    row_start: int
+    incarnation: int
+    touched: float
+    filled: int = 0
+    sums: list[int] = field(default_factory=list)
+    stats: list[RowStats] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.rid.length
+
+    def rows(self, position: int, n: int) -> RowViews:
+        """Views of sample rows [position, position + n). Raises InvalidInput outside of it."""
+        if position < 0 or n < 0 or position + n > self.length:
+            raise InvalidInput(
+                f"attempt {self.rid.attempt}: rows {position}..{position + n} of a sample of "
+                f"{self.length}"
+            )
+        rows = slice(self.row_start + position, self.row_start + position + n)
+        return RowViews([h[rows] for h in self.part.hidden], self.part.input_ids[rows])
+
+
+class StagingWriter:
+    """Fills parts under `<root>/<writer uuid>/` and holds that folder's lock while it lives.
+
+    Not thread-safe: one thread calls it. Raises NoSpace at start when no part fits.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        spec: LakeSpec,
+        *,
+        part_tokens: int,
+        max_parts: int,
+        fingerprint: dict[str, str | None],
+        engine: dict[str, str],
+        clock: Callable[[], float] = time.time,
+        max_age_s: float = 3600.0,
+    ) -> None:
+        if part_tokens < 1 or max_parts < 1:
+            raise InvalidInput("part_tokens and max_parts must be at least 1")
+        self.writer_id = str(uuid.uuid4())
+        self.folder = Path(root) / self.writer_id
+        self.folder.mkdir(parents=True)
+        self._lock = try_lock(self.folder / LOCK)
+        if self._lock is None:
+            raise Conflict(f"{self.folder / LOCK} is held by another process")
+        self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
+        self._clock, self._max_age_s, self._engine = clock, max_age_s, dict(engine)
+        self._attributes: dict[str, Any] = {
+            "format": 1,
+            "lake_id": spec.lake_id,
+            "fingerprint": fingerprint,
+            "streams": list(spec.streams),
+            "dtype": spec.dtype,
+            "hidden_size": spec.hidden_size,
+            "capacity": part_tokens,
+            "engine": dict(engine),
+        }
+        self._parts: list[Part] = []
+        self._next = 1
+        self._open: dict[str, Reservation] = {}
+        self._incarnations: dict[str, int] = {}
+        self._events = FrameWriter(self.folder / EVENTS, "events")
+        self._cursor = 0
+        self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
+        self._health: tuple[bool, str | None] = (True, None)
+        self._status_at = 0.0
+        self._closed = False
+        self._new_part()
+        self._write_status(force=True)
+
+    # -- rows -------------------------------------------------------------------------------
+
+    def free_rows(self) -> int:
+        """Rows that new reservations could get now: the open part's rest and unmade parts."""
+        unmade = self._max_parts - len(self._parts)
+        rest = sum(p.capacity - p.used for p in self._parts if not p.sealed)
+        return rest + unmade * self._part_tokens
+
+    def largest_reservation(self) -> int:
+        """The longest sample this writer can ever take."""
+        return self._part_tokens
+
+    def get(self, attempt: str) -> Reservation | None:
+        """The open reservation of an attempt."""
+        return self._open.get(attempt)
+
+    def begin(self, rid: RequestId) -> Reservation:
+        """Reserve `rid.length` rows. Raises NoSpace when there is no room now, InvalidInput for a
+        foreign lake or a sample longer than a part. An open incarnation is abandoned first."""
+        if rid.lake8 != self.spec.lake8:
+            raise InvalidInput(
+                f"attempt {rid.attempt} is of lake {rid.lake8}, this writer "
+                f"serves {self.spec.lake8}"
+            )
+        if rid.length > self._part_tokens:
+            raise InvalidInput(
+                f"sample {rid.sample_id!r} has {rid.length} tokens, a part holds "
+                f"{self._part_tokens}: raise --part-tokens"
+            )
+        old = self._open.get(rid.attempt)
+        if old is not None:
+            self.abandon(old, "superseded")
+        part = self._room(rid.length)
+        incarnation = self._incarnations.get(rid.attempt, -1) + 1
+        n = len(self.spec.streams)
+        found = Reservation(
+            rid, part, part.used, incarnation, self._clock(), 0, [0] * n, [RowStats()] * n
+        )
+        self._log(found, "reserve")
+        part.used += rid.length
+        self._open[rid.attempt] = found
+        self._incarnations[rid.attempt] = incarnation
+        return found
+
+    def wrote(
+        self,
+        reservation: Reservation,
+        position: int,
+        n: int,
+        checksums: list[int],
+        stats: list[RowStats],
+    ) -> bool:
+        """Rows [position, position + n) are in place; partial sums and statistics per stream.
+
+        Returns True when the sample is complete and journalled. Raises InvalidInput, after
+        abandoning the reservation, when the rows do not continue where the last ended.
+        """
+        attempt = reservation.rid.attempt
+        if self._open.get(attempt) is not reservation:
+            raise InvalidInput(f"attempt {attempt} is not open any more")
+        if position != reservation.filled or n < 1 or position + n > reservation.length:
+            self.abandon(reservation, "out of order")
+            raise InvalidInput(
+                f"attempt {attempt}: rows {position}..{position + n} came, {reservation.filled} of "
+                f"{reservation.length} are in place; the attempt is dropped"
+            )
+        reservation.filled += n
+        reservation.touched = self._clock()
+        reservation.sums = [a + b for a, b in zip(reservation.sums, checksums, strict=True)]
+        reservation.stats = [a.merge(b) for a, b in zip(reservation.stats, stats, strict=True)]
+        if reservation.filled < reservation.length:
+            return False
+        self._log(
+            reservation,
+            "complete",
+            checksum=[to_int64(s) for s in reservation.sums],
+            rms=[s.rms() for s in reservation.stats],
+            absmax=[s.absmax for s in reservation.stats],
+            nonfinite=[s.nonfinite for s in reservation.stats],
+        )
+        del self._open[attempt]
+        self._counts["samples_captured"] += 1
+        self._counts["tokens_captured"] += reservation.length
+        self._event(reservation.rid, "captured", None)
+        return True
+
+    def abandon(self, reservation: Reservation, reason: str) -> None:
+        """Give up an open reservation; its rows are free once the part is recycled."""
+        if self._open.pop(reservation.rid.attempt, None) is not None:
+            self._log(reservation, "abandon", reason=reason)
+            if reason != "superseded":
+                self._event(reservation.rid, "dropped", reason)
+
+    def drop(self, rid: RequestId, reason: str) -> None:
+        """Record that an attempt got no reservation, so that the driver asks again."""
+        self._counts["dropped"] += 1
+        self._event(rid, "dropped", reason)
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Recycle finished parts, give up attempts that went silent, refresh `status.json`."""
+        now = self._clock()
+        for reservation in list(self._open.values()):
+            if now - reservation.touched > self._max_age_s:
+                self.abandon(reservation, "aged")
+        self._drop_done_parts()
+        self._write_status()
+
+    def set_health(self, armed: bool, error: str | None) -> None:
+        """State shown in the status: whether capture is armed, and why not."""
+        self._health = (armed, error)
+        self._write_status(force=True)
+
+    def close(self) -> None:
+        """Abandon what is open, seal all parts, release the lock. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for reservation in list(self._open.values()):
+            self.abandon(reservation, "writer closed")
+        for part in self._parts:
+            part.seal()
+        self._write_status(force=True)
+        for part in self._parts:
+            part.close()
+        self._events.close()
+        assert self._lock is not None
+        self._lock.release()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _room(self, length: int) -> Part:
+        for part in self._parts:
+            if not part.sealed and part.capacity - part.used >= length:
+                return part
+        self._drop_done_parts()
+        if len(self._parts) >= self._max_parts:
+            raise NoSpace(
+                f"staging: {length} rows asked, all {self._max_parts} parts are full: "
+                "the compactor has to catch up"
+            )
+        part = self._new_part()
+        # Only now: a refusal above leaves the open part to shorter samples.
+        for other in self._parts:
+            if other is not part and not self._filling(other):
+                other.seal()
+        return part
+
+    def _filling(self, part: Part) -> bool:
+        return any(r.part is part for r in self._open.values())
+
+    def _new_part(self) -> Part:
+        path = self.folder / f"part-{self._next:06d}"
+        self._next += 1
+        part = Part(path, self.spec, self._part_tokens, self._attributes)
+        self._parts.append(part)
+        return part
+
+    def _drop_done_parts(self) -> None:
+        for part in list(self._parts):
+            # A part that was passed over while a sample was still arriving is sealed here.
+            if not part.sealed and part is not self._parts[-1] and not self._filling(part):
+                part.seal()
+            if not (part.path / DONE).exists() or self._filling(part):
+                continue
+            lock = try_lock(part.path / READ_LOCK)
+            if lock is None:
+                continue  # a compactor is still reading it
+            part.close()
+            lock.release()
+            self._parts.remove(part)
+            fresh = self.folder / f"part-{self._next:06d}"
+            self._next += 1
+            reset_folder(part.path, fresh)
+            self._parts.append(Part(fresh, self.spec, self._part_tokens, self._attributes))
+
+    def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
+        rid = reservation.rid
+        reservation.part.log(
+            {
+                "event": event,
+                "attempt": rid.attempt,
+                "incarnation": reservation.incarnation,
+                "sample_id": rid.sample_id,
+                "source": rid.source,
+                "length": rid.length,
+                "row_start": reservation.row_start,
+                "at": datetime.now(UTC),
+                **more,
+            }
+        )
+
+    def _event(self, rid: RequestId, state: str, reason: str | None) -> None:
+        self._cursor += 1
+        self._events.append(
+            {
+                "seq": self._cursor,
+                "attempt": rid.attempt,
+                "sample_id": rid.sample_id,
+                "state": state,
+                "reason": reason,
+            }
+        )
+        self._write_status(force=True)
+
+    def _part_states(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            state = "sealed" if part.sealed else "open"
+            yield {
+                "name": part.path.name,
+                "rows": part.capacity,
+                "reserved": part.used,
+                "state": "done" if (part.path / DONE).exists() else state,
+            }
+
+    def _write_status(self, force: bool = False) -> None:
+        now = self._clock()
+        if not force and now - self._status_at < _STATUS_EVERY_S:
+            return
+        self._status_at = now
+        status = {
+            "writer": self.writer_id,
+            "armed": self._health[0] and not self._closed,
+            "error": self._health[1],
+            "lake_id": self.spec.lake_id,
+            "engine": self._engine,
+            "free_rows": 0 if self._closed else self.free_rows(),
+            "capacity_rows": self._max_parts * self._part_tokens,
+            "largest_reservation": self._part_tokens,
+            "parts": list(self._part_states()),
+            "last_seq": self._cursor,
+            **self._counts,
+            "bytes_captured": self._counts["tokens_captured"] * self.spec.bytes_per_token,
+            "updated_at": now,
+        }
+        temporary = self.folder / f"{STATUS}.tmp"
+        temporary.write_text(json.dumps(status))
+        temporary.rename(self.folder / STATUS)
+
+
+def remove_writer(folder: Path) -> None:
+    """Delete a dead writer's folder; the caller holds its lock and has taken what it held."""
+    shutil.rmtree(folder)

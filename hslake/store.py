@@ -1,0 +1,232 @@
+"""Objects of a lake, on a local folder or an object store: a thin layer over fsspec.
+
+Paths are relative to the lake and use `/`. Local writes are durable when they return.
+"""
+
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from hslake.errors import CheckFailed, Conflict, InvalidInput, Missing
+
+_LOCAL = ("file://", "local://")
+_TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
+
+
+def sync_dir(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of `path` durable."""
+    sync_dir(path)  # fsync needs any descriptor of it
+
+
+def _make_dirs(folder: Path) -> None:
+    """`mkdir -p`, durable: every new name is synced in its parent."""
+    if folder.is_dir():
+        return
+    _make_dirs(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_dir(folder.parent)
+
+
+class Store:
+    """The objects below one lake URL. Safe from several threads; may be pickled."""
+
+    def __init__(self, url: str) -> None:
+        for prefix in _LOCAL:
+            if url.startswith(prefix):
+                url = url[len(prefix) :]
+        self.is_local = "://" not in url
+        self.root = str(Path(url).absolute()) if self.is_local else url.rstrip("/")
+        self._fs: Any = None
+        self._base = self.root
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """The fsspec filesystem, made on first use."""
+        if self._fs is None:
+            try:
+                self._fs, self._base = url_to_fs(self.root)
+            except (ValueError, ImportError) as e:
+                raise InvalidInput(f"{self.root}: {e}; expected a folder or a URL such as "
+                                   "s3://bucket/lake (pip install 'hslake[s3]')") from None
+        return self._fs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fs": None}  # clients do not travel between processes
+
+    def url(self, path: str = "") -> str:
+        """Full URL (local: absolute path) of `path`."""
+        return f"{self.root}/{path}".rstrip("/")
+
+    def local(self, path: str = "") -> Path:
+        """Path of a local lake's object."""
+        return Path(self.url(path))
+
+    def _key(self, path: str) -> str:
+        self.fs  # noqa: B018 - sets _base
+        return f"{self._base}/{path}".rstrip("/")
+
+    def _missing(self, path: str) -> Missing:
+        return Missing(f"{self.url(path)} is not there")
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write `path`, replacing what is there, atomically."""
+        if not self.is_local:
+            self.fs.pipe_file(self._key(path), data)
+            return
+        target, temp = self._temp(path, data)
+        try:
+            temp.replace(target)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        sync_dir(target.parent)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write `path` unless it exists, atomically. Raises Conflict when it exists."""
+        if not self.is_local:
+            try:
+                self.fs.pipe_file(self._key(path), data, mode="create")
+            except OSError as e:
+                taken = isinstance(e, FileExistsError) or e.errno in _TAKEN
+                if taken and self.exists(path):
+                    raise Conflict(f"{self.url(path)} exists already") from None
+                raise
+            return
+        target, temp = self._temp(path, data)
+        try:
+            os.link(temp, target)
+        except FileExistsError:
+            raise Conflict(f"{target} exists already") from None
+        finally:
+            temp.unlink(missing_ok=True)
+        sync_dir(target.parent)
+
+    def _temp(self, path: str, data: bytes) -> tuple[Path, Path]:
+        target = self.local(path)
+        _make_dirs(target.parent)
+        temp = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with temp.open("xb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        return target, temp
+
+    def read(self, path: str) -> bytes:
+        """All bytes of `path`. Raises Missing."""
+        try:
+            if self.is_local:
+                return self.local(path).read_bytes()
+            return self.fs.cat_file(self._key(path))
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._missing(path) from None
+
+    def read_range(
+        self, path: str, start: int = 0, end: int | None = None, *, suffix: int | None = None
+    ) -> bytes:
+        """Bytes [start, end) of `path`, or its last `suffix` bytes. Raises Missing.
+
+        Fewer bytes come back when the object ends earlier.
+        """
+        try:
+            if not self.is_local:
+                if suffix is not None:
+                    # fsspec resolves negative starts itself, for every filesystem.
+                    return self.fs.cat_file(self._key(path), start=-suffix)
+                return self.fs.cat_file(self._key(path), start=start, end=end)
+            fd = os.open(self.local(path), os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._missing(path) from None
+        try:
+            size = os.fstat(fd).st_size
+            if suffix is not None:
+                start, end = max(0, size - suffix), size
+            stop = size if end is None else min(end, size)
+            parts: list[bytes] = []
+            while start < stop:
+                part = os.pread(fd, stop - start, start)
+                if not part:
+                    break
+                parts.append(part)
+                start += len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def size(self, path: str) -> int:
+        """Size of `path` in bytes. Raises Missing."""
+        try:
+            if self.is_local:
+                return self.local(path).stat().st_size
+            self.fs.invalidate_cache(self.fs._parent(self._key(path)))
+            return int(self.fs.info(self._key(path))["size"])
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._missing(path) from None
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object (not a folder) at `path`."""
+        if self.is_local:
+            return self.local(path).is_file()
+        try:
+            self.size(path)
+        except Missing:
+            return False
+        return self.fs.isfile(self._key(path))
+
+    def list(self, path: str = "") -> list[str]:
+        """Paths of all objects below `path`, sorted; none when there is nothing."""
+        if self.is_local:
+            base = self.local(path)
+            found = (Path(d) / f for d, _, names in os.walk(base) for f in names)
+            return sorted(p.relative_to(self.root).as_posix() for p in found)
+        self.fs.invalidate_cache()
+        base_key = self._key("")
+        return sorted(k[len(base_key) + 1 :] for k in self.fs.find(self._key(path)))
+
+    def delete(self, path: str) -> None:
+        """Delete one object; nothing happens when it is not there."""
+        if self.is_local:
+            self.local(path).unlink(missing_ok=True)
+            return
+        try:
+            self.fs.rm_file(self._key(path))
+        except FileNotFoundError:
+            pass
+
+    def check_put_new(self) -> None:
+        """Put one key twice. Raises CheckFailed when the store lets the second through."""
+        path = f".hslake-probe-{uuid.uuid4().hex}"
+        self.put_new(path, b"1")
+        try:
+            self.put_new(path, b"2")
+        except Conflict:
+            return
+        finally:
+            self.delete(path)
+        raise CheckFailed(
+            f"{self.root}: the store overwrote an object that a conditional put should have kept; "
+            "expected If-None-Match support: two writers would lose each other's commits here, "
+            "use another store"
+        )
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store of a lake URL: a local path, `file://`, or any fsspec URL such as `s3://`."""
+    return Store(os.fspath(url))

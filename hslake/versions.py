@@ -1,0 +1,143 @@
+"""History, named versions, and the removal of segments that no version names.
+
+The manifest is append-only, so every version stays readable as long as its segments do. Vacuum only
+removes orphans: segments that no manifest row ever added (a compactor died before its commit).
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+from hslake.lake import Lake
+from hslake.lake import open as open_lake
+
+from hslake import catalog
+from hslake.errors import InvalidInput, Missing
+from hslake.schemas import arrow_schema, validate
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A name for a manifest version; pinned versions are kept whatever their age."""
+
+    name: str
+    version: int
+    pinned_at: str
+
+
+@dataclass(frozen=True)
+class VacuumReport:
+    """Orphaned segments found, how many bytes they take, and whether they were removed."""
+
+    segments: tuple[str, ...]
+    bytes: int
+    removed: bool
+
+
+def log(lake_url: str) -> list[dict[str, Any]]:
+    """One dict per manifest version, newest first: version, at, adds, hides, tokens, pins."""
+    lake = open_lake(lake_url)
+    names: dict[int, list[str]] = {}
+    for pin in pins(lake):
+        names.setdefault(pin.version, []).append(pin.name)
+    rows = lake.sql("select * from versions order by commit_version desc").to_arrow_table()
+    return [{**row, "pins": names.get(row["commit_version"], [])} for row in rows.to_pylist()]
+
+
+def pins(lake: Lake) -> list[Pin]:
+    """All pins of a lake, by name."""
+    found = []
+    for path in sorted(lake.store.list("pins")):
+        if path.endswith(".json"):
+            data = json.loads(lake.store.read(path))
+            validate(data, "pin", path)
+            found.append(Pin(**data))
+    return found
+
+
+def pin(lake_url: str, name: str, version: int | None = None) -> Pin:
+    """Name a version (default: the newest). A name, once given, is never moved.
+
+    Raises InvalidInput for a bad or taken name, Missing for a version that does not exist.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(f"pin {name!r}: expected letters, digits, '.', '_' or '-', at most 64")
+    lake = open_lake(lake_url)
+    if version is not None and not 0 <= version <= lake.version:
+        raise Missing(f"version {version}: the lake has versions 0 to {lake.version}")
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    found = Pin(name, lake.version if version is None else version, at)
+    taken = [p for p in pins(lake) if p.name == name]
+    if taken:
+        if taken[0].version == found.version:
+            return taken[0]
+        raise InvalidInput(f"pin {name!r} names version {taken[0].version} already: use a new name")
+    lake.store.put_new(f"pins/{name}.json", json.dumps(found.__dict__).encode())
+    return found
+
+
+def vacuum(
+    lake_url: str, retain: timedelta = timedelta(days=30), dry_run: bool = False
+) -> VacuumReport:
+    """Remove segments that no manifest row names and that are older than `retain`.
+
+    They are condemned in the manifest first, so a compactor that is slow to commit one aborts and
+    writes it again instead of naming what is gone.
+    """
+    lake = open_lake(lake_url)
+    state = catalog.open_table(lake.store, "manifest")
+    objects = [p for p in lake.store.list("segments")]
+    stored = {p.split("/")[1] for p in objects if p.count("/") >= 1}
+    limit = datetime.now(UTC) - retain
+    orphans = sorted(s for s in stored - _named(state) if _born(s) < limit)
+    size = sum(lake.store.size(p) for p in objects if p.split("/")[1] in set(orphans))
+    if dry_run or not orphans:
+        return VacuumReport(tuple(orphans), size, False)
+
+    def build(now: catalog.TableState) -> pa.Table | None:
+        rows = [_condemn(s) for s in orphans if s not in _named(now)]
+        fields = [f for f in arrow_schema("manifest") if f.name != "commit_version"]
+        return pa.Table.from_pylist(rows, schema=pa.schema(fields)) if rows else None
+
+    catalog.commit(lake.store, "manifest", build, f"condemn-{orphans[0]}-{len(orphans)}")
+    # Only what is condemned now, not what was orphaned then: a commit may have come in between.
+    table = catalog.open_table(lake.store, "manifest").arrow(["op", "segment_id"]).to_pylist()
+    condemned = {r["segment_id"] for r in table if r["op"] == "condemn"}
+    doomed = condemned & set(orphans)
+    for path in objects:
+        if path.split("/")[1] in doomed:
+            lake.store.delete(path)
+    return VacuumReport(tuple(sorted(doomed)), size, True)
+
+
+def _named(state: catalog.TableState) -> set[str]:
+    rows: Iterable[dict[str, Any]] = state.arrow(["op", "segment_id"]).to_pylist()
+    return {r["segment_id"] for r in rows if r["op"] == "add"}
+
+
+def _born(segment_id: str) -> datetime:
+    """Creation time of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
+    try:
+        return datetime.fromtimestamp(int(segment_id.replace("-", "")[:12], 16) / 1000, UTC)
+    except (ValueError, OverflowError):
+        return datetime.now(UTC)
+
+
+def _condemn(segment_id: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {}
+    for column in arrow_schema("manifest"):
+        if not column.nullable:
+            empty[column.name] = "" if pa.types.is_string(column.type) else 0
+    return {
+        **empty,
+        "op": "condemn",
+        "segment_id": segment_id,
+        "committed_at": datetime.now(UTC),
+        "reason": "orphan",
+    }

@@ -1,0 +1,122 @@
+"""What extraction still has to ask for, from DuckDB: the plan less the manifest less staging.
+
+Only names and lengths are held for the whole plan; token ids are read block by block.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from hslake import query
+from hslake.errors import InvalidInput
+from hslake.lake import Lake
+from hslake.server import CAPTURED, ServerStatus
+
+# md5 mixes lengths, so short prompts fill the tails of prefill chunks and the rate stays even; it is
+# the same on every machine and DuckDB version, unlike hash() and random().
+DEFAULT_ORDER = "md5(sample_id)"
+BLOCK = 4096  # samples whose token ids are read at once
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sample to ask for; `length` in tokens."""
+
+    sample_id: str
+    source: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Worklist:
+    """The plan's samples that `where` selects: how many, how many committed, and what lacks."""
+
+    planned: int
+    planned_tokens: int
+    committed: int
+    committed_tokens: int
+    missing: list[Item]
+
+
+def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> Worklist:
+    """Planned samples and, in `order`, those without a committed sample of the same tokens.
+
+    `where` is an SQL condition and `order` an SQL ordering over the plan's columns. Raises
+    InvalidInput with DuckDB's message when one of them does not work.
+    """
+    chosen = f"(select * from plan where ({where}\n))" if where else "plan"
+    by = f"{order}\n, sample_id" if order else f"{DEFAULT_ORDER}, sample_id"
+    sql = f"""
+        with chosen as (select * from {chosen}), marked as (
+            select c.*, s.sample_id is not null as is_committed
+            from chosen c left join samples s
+              on s.sample_id = c.sample_id and s.token_hash = c.token_hash
+        )
+        select sample_id, source, length, is_committed from marked order by {by}"""
+    try:
+        rows = query.run(lake, sql)
+    except InvalidInput as error:
+        given = [f"--{k} {v!r}" for k, v in (("where", where), ("order", order)) if v]
+        if not given:
+            raise
+        raise InvalidInput(f"{' '.join(given)}: {error}") from error
+    missing: list[Item] = []
+    planned = tokens = 0
+    for batch in rows.to_batches(max_chunksize=65_536):
+        columns = [batch.column(i).to_pylist() for i in range(4)]
+        for sample_id, source, length, committed in zip(*columns, strict=True):
+            planned, tokens = planned + 1, tokens + length
+            if not committed:
+                missing.append(Item(sample_id, source, length))
+    left = sum(item.length for item in missing)
+    return Worklist(planned, tokens, planned - len(missing), tokens - left, missing)
+
+
+def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:
+    """Token ids (int32 arrays) of `items` by sample id, in one pass over the plan."""
+    if not items:
+        return {}
+    rows = query.run(
+        lake,
+        "select sample_id, input_ids from plan where sample_id in (select unnest($names))",
+        {"names": [item.sample_id for item in items]},
+    )
+    names = rows.column("sample_id").to_pylist()
+    ids = rows.column("input_ids").combine_chunks()
+    return {name: ids[i].values for i, name in enumerate(names)}
+
+
+def captured_attempts(statuses: Iterable[ServerStatus]) -> dict[str, str]:
+    """attempt -> sample id of what lies complete in the staging behind these servers.
+
+    An event outlives its rows, so only writers whose parts still hold reserved rows count, and,
+    where the event names its part, only parts that still exist.
+    """
+    found: dict[str, str] = {}
+    for status in statuses:
+        for writer in status.writers:
+            held = {p.name for p in writer.parts if p.reserved > 0 and p.state != "done"}
+            if not held:
+                continue
+            for event in writer.events:
+                if event.state == CAPTURED and (not event.part or event.part in held):
+                    found[event.attempt] = event.sample_id
+    return found
+
+
+def waiting_samples(lake: Lake, attempts: Mapping[str, str]) -> set[str]:
+    """Sample ids among `attempts` (attempt -> sample id) that no commit has taken in yet.
+
+    An attempt that was committed and then hidden (quarantine) is not waiting: its sample is to be
+    asked for again.
+    """
+    if not attempts:
+        return set()
+    rows = query.run(
+        lake,
+        "select distinct attempt from manifest where attempt in (select unnest($attempts))",
+        {"attempts": list(attempts)},
+    )
+    done = set(rows.column("attempt").to_pylist())
+    return {sample for attempt, sample in attempts.items() if attempt not in done}
