@@ -13,7 +13,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from os import environ
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,7 +52,10 @@ class TableState:
     def files(self) -> list[str]:
         """URLs (local: absolute paths) of the version's Parquet files."""
         if self._files is None:
-            self._files = sorted(f.removeprefix("file://") for f in self._table.file_uris())
+            urls = self._table.file_uris()
+            if self.store.is_local:  # Delta gives URLs: a space or '#' in a folder comes quoted
+                urls = [unquote(u.removeprefix("file://")) for u in urls]
+            self._files = sorted(urls)
         return list(self._files)
 
     def arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -98,8 +103,6 @@ def _options(store: Store) -> dict[str, str] | None:
     if store.is_local or not store.root.startswith(("s3://", "s3a://")):
         return None
     options = {"aws_conditional_put": "etag"}
-    from os import environ
-
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
     if endpoint:
         options["aws_endpoint_url"] = endpoint
@@ -243,7 +246,8 @@ def commit(
                         f"{store.url(name)}: {conflicts} commits in a row lost to other writers: "
                         "run fewer at once, or try again"
                     ) from error
-                time.sleep(random.uniform(0.005, min(2.0, 0.02 * 2 ** min(conflicts + failures, 7))))
+                longest = 0.02 * 2 ** min(conflicts + failures, 6)
+                time.sleep(random.uniform(0.005, longest))
                 continue
             version = done
         _sync(store, name, version)

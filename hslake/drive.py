@@ -55,7 +55,7 @@ class Driver:
         read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
         *,
         limits: Limits,
-        on_captured: Callable[[Item, str], None] = lambda item, url: None,
+        on_captured: Callable[[Item, str], None] = lambda item, writer: None,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.lake_id = lake_id
@@ -94,6 +94,11 @@ class Driver:
             await asyncio.gather(over, *tasks, return_exceptions=True)
             await self._abort_all()
 
+    def stop(self, reason: str) -> None:
+        """End the run now; `stopped` will be `reason`."""
+        self.stopped = reason
+        self._over.set()
+
     async def _watch(self) -> None:
         """Ends the run when patience does; says meanwhile what it waits for."""
         limits = self.limits
@@ -112,8 +117,7 @@ class Driver:
                 log.warning("nothing captured for %.0f s: %s", waited, self._waits_for(up))
             # A slow server may need most of its request timeout for what is on its way.
             if waited > (max(patience, limits.request_timeout) if flights else patience):
-                self.stopped = self._waits_for(up)
-                self._over.set()
+                self.stop(self._waits_for(up))
 
     def _now(self, up: list[Slot], flights: int, waited: float) -> str:
         parts = [f"{self.left:,} left", f"{flights} in flight"]
@@ -147,20 +151,21 @@ class Driver:
 
     # -- what slots ask and tell ---------------------------------------------------------------
 
-    def take(self, slot: Slot, room: int) -> Job | None:
-        """The next job for `slot`, of at most `room` tokens. Refuses those no server can take."""
-        now = time.monotonic()
-        best = max((s for s in self.slots if s.longest), key=lambda s: s.longest, default=slot)
+    def take(self, slot: Slot, fits: Callable[[int], bool]) -> tuple[Job | None, bool]:
+        """(the next job for `slot` if it `fits`, whether one waits for room). Refuses on the way
+        what no server can take."""
+        best = max(self.slots, key=lambda s: s.longest)
         while True:
-            # One that no server can take is handed to the best, to be refused below.
-            longest = 1 << 62 if slot is best else slot.longest
-            job = self.queue.take(now, longest, 1 << 62 if room >= slot.longest else room)
-            if job is None or job.length <= room:
-                return job
-            if job.length <= best.longest:
-                self.queue.again(job, now)
-                return None
-            self.refuse(job, best.why_longest)
+            job = self.queue.take(time.monotonic(), slot.longest, best.longest)
+            if job is None:
+                return None, False
+            if job.length > best.longest:
+                self.refuse(job, best.why_longest)
+            elif fits(job.length):
+                return job, False
+            else:
+                self.queue.put_back(job)
+                return None, True
 
     def request_id(self, job: Job) -> RequestId:
         """A request id for a new attempt of `job`."""
@@ -170,22 +175,20 @@ class Driver:
         self.attempts[attempt] = job
         return RequestId(self.lake_id[:8], attempt, item.length, item.source, item.sample_id)
 
-    def event(self, slot: Slot, event: Event) -> None:
-        """An attempt ended, as the hook saw it. Events of other drivers' attempts are ignored."""
+    def event(self, slot: Slot, writer: str, event: Event, *, mine: bool) -> None:
+        """An attempt ended, as the hook saw it; `mine`: it was on its way to `slot` until now.
+        Events of other drivers' attempts are ignored."""
         job = self.attempts.get(event.attempt)
-        flight = slot.flights.pop(event.attempt, None)
-        if flight is not None:
-            slot.release(flight)
-        if event.state == CAPTURED:
-            if job is not None:
-                self._finish(job)
-                self.captured += 1
-                self.captured_tokens += job.length
-                slot.captured += 1
-                slot.tokens += job.length
-                self._on_captured(job.item, slot.server.url)
+        if job is None:
             return
-        if job is not None and flight is not None:
+        if event.state == CAPTURED:
+            self.captured += 1
+            self.captured_tokens += job.length
+            slot.captured += 1
+            slot.tokens += job.length
+            self._finish(job)
+            self._on_captured(job.item, writer)
+        elif mine:
             self.dropped += 1
             slot.dropped += 1
             reason = event.reason or "dropped by the hook"
@@ -200,7 +203,9 @@ class Driver:
         """The server called the request wrong; asked twice, so that one bad moment is not fatal."""
         job = flight.job
         job.refusals += 1
-        if job.refusals >= _REFUSALS and not job.done:
+        if job.done or job.queued or job.flights:
+            return
+        if job.refusals >= _REFUSALS:
             self.refuse(job, f"refused by the server: {reason}")
         else:
             self.again(job, reason)

@@ -74,9 +74,8 @@ def model_fingerprint(model_dir: str | Path) -> dict[str, str | None]:
     path = folder if folder.is_file() else folder / "config.json"
     folder = path.parent
     parts: list[Any] = [_plain(read_config(path))]
-    for extra in ("hf_quant_config.json", "adapter_config.json"):
-        if (folder / extra).is_file():
-            parts.append([extra, read_config(folder / extra)])
+    extras = [n for n in ("hf_quant_config.json", "adapter_config.json") if (folder / n).is_file()]
+    parts += [[n, read_config(folder / n)] for n in extras]
     text = json.dumps(parts if len(parts) > 1 else parts[0], sort_keys=True, separators=(",", ":"))
     config = hashlib.sha256(text.encode()).hexdigest()
     files = weight_files(folder)

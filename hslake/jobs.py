@@ -78,43 +78,45 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._ready) + len(self._retries)
 
-    def take(self, now: float, longest: int, room: int) -> Job | None:
-        """The next job of at most `longest` tokens, if it has at most `room`.
+    def take(self, now: float, longest: int, refused: int) -> Job | None:
+        """The next job of at most `longest` tokens, or of more than `refused`: retries that are
+        due first, then fresh ones. What lies between is another server's to take."""
 
-        A job without room is waited for rather than overtaken: else long ones would starve.
-        Retries that are due come first.
-        """
-        job = self._take_retry(now, longest, room)
+        def mine(job: Job) -> bool:
+            return job.length <= longest or job.length > refused
+
+        job = self._take_retry(now, mine)
+        if job is None:
+            while self._ready and self._ready[0].done:
+                self._ready.popleft()
+            for place in range(min(_LOOK_AHEAD, len(self._ready))):
+                if mine(self._ready[place]) and not self._ready[place].done:
+                    job = self._ready[place]
+                    del self._ready[place]
+                    break
+        if len(self._ready) <= self._block // 2:
+            self._low.set()
         if job is not None:
-            return job
-        for place in range(min(_LOOK_AHEAD, len(self._ready))):
-            job = self._ready[place]
-            if job.length <= longest:
-                if job.length > room:
-                    return None
-                del self._ready[place]
-                if len(self._ready) < self._block // 2:
-                    self._low.set()
-                job.queued = False
-                return job
-        return None
+            job.queued = False
+        return job
 
-    def _take_retry(self, now: float, longest: int, room: int) -> Job | None:
-        kept: list[tuple[float, int, Job]] = []
+    def put_back(self, job: Job) -> None:
+        """Return a job just taken to the front. It waits for room rather than being overtaken:
+        else long ones would starve."""
+        job.queued = True
+        self._ready.appendleft(job)
+
+    def _take_retry(self, now: float, mine: Callable[[Job], bool]) -> Job | None:
+        passed: list[tuple[float, int, Job]] = []
         found = None
-        while self._retries and self._retries[0][0] <= now and len(kept) < _LOOK_AHEAD:
+        while self._retries and self._retries[0][0] <= now and len(passed) < _LOOK_AHEAD:
             entry = heapq.heappop(self._retries)
-            job = entry[2]
-            if job.done:  # an older attempt was acknowledged after all
+            if entry[2].done:  # an older attempt was acknowledged after all
                 continue
-            if job.length <= longest and job.length <= room:
-                found = job
+            if mine(entry[2]):
+                found = entry[2]
                 break
-            kept.append(entry)
-            if job.length <= longest:
-                break
-        for entry in kept:
+            passed.append(entry)
+        for entry in passed:
             heapq.heappush(self._retries, entry)
-        if found is not None:
-            found.queued = False
         return found

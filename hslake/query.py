@@ -288,8 +288,8 @@ def execute(
     """Run one SELECT on a connection of `connect`. Raises InvalidInput with DuckDB's message."""
     check_select(con, sql)
     try:
-        found = con.execute(sql, dict(params)) if params else con.execute(sql)
-        return found.to_arrow_reader().read_all()
+        found = con.sql(sql, params=dict(params)) if params else con.sql(sql)
+        return found.to_arrow_table()
     except (duckdb.Error, pa.ArrowException) as error:
         raise _failed(error) from error
 

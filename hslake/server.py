@@ -70,12 +70,30 @@ class WriterStatus:
     largest_reservation: int
     parts: tuple[Part, ...]
     cursor: int
+    last_seq: int  # the newest event that `free_rows` and `parts` know of
     events: tuple[Event, ...]
     tokens_captured: int
     bytes_captured: int
     samples_captured: int
     dropped: int
     updated_at: float
+
+    def room(self, longest: int) -> int:
+        """Rows that may be asked for at once, whatever order they arrive in, when no sample among
+        them is longer than `longest`.
+
+        A sample never straddles parts, so the end of each part may stay unused: with several
+        parts, less than `longest` rows of each.
+        """
+        if not (self.alive and self.armed):
+            return 0
+        bins = [p.rows - p.reserved for p in self.parts if p.state == "open"]
+        size = self.largest_reservation
+        if size > 0:
+            bins += [size] * (self.capacity_rows // size - len(self.parts))
+        if sum(bins) != self.free_rows:  # a writer that counts in another way: believe its total
+            bins = [self.free_rows]
+        return max(max(bins, default=0), sum(b - longest for b in bins if b > longest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +113,21 @@ class ServerStatus:
         """The longest sample that every writer can take, in tokens; 0 without writers."""
         return min((w.largest_reservation for w in self.writers), default=0)
 
+    def room(self, longest: int) -> int:
+        """Rows that may be asked for at once when no sample is longer than `longest`. Which writer
+        gets a request is not ours to say, so the fullest one decides for all."""
+        rooms = [w.room(longest) for w in self.writers]
+        return min(rooms, default=0) * len(rooms)
+
     @property
     def free_rows(self) -> int:
-        """Rows that may be asked for now. Which writer gets a request is not ours to say, so the
-        fullest one decides for all."""
-        ready = [w.free_rows for w in self.writers if w.armed and w.alive]
-        return min(ready, default=0) * len(ready)
+        """Rows free over all writers."""
+        return sum(w.free_rows for w in self.writers)
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows of staging over all writers."""
+        return sum(w.capacity_rows for w in self.writers)
 
     @property
     def cursors(self) -> dict[str, int]:
@@ -152,6 +179,7 @@ def _writer(w: Mapping[str, Any]) -> WriterStatus:
             for p in w.get("parts", ())
         ),
         cursor=int(w["cursor"]),
+        last_seq=int(w.get("last_seq", -1)),
         events=tuple(
             Event(
                 int(e["seq"]),

@@ -3,6 +3,7 @@
 Paths are relative to the lake and use `/`. Local writes are durable when they return.
 """
 
+import contextlib
 import errno
 import os
 import uuid
@@ -205,10 +206,8 @@ class Store:
         if self.is_local:
             self.local(path).unlink(missing_ok=True)
             return
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self._key(path))
-        except FileNotFoundError:
-            pass
 
     def check_put_new(self) -> None:
         """Put one key twice. Raises CheckFailed when the store lets the second through."""

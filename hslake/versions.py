@@ -92,7 +92,7 @@ def vacuum(
     """
     lake = open_lake(lake_url)
     state = catalog.open_table(lake.store, "manifest")
-    objects = [p for p in lake.store.list("segments")]
+    objects = list(lake.store.list("segments"))
     stored = {p.split("/")[1] for p in objects if p.count("/") >= 1}
     limit = datetime.now(UTC) - retain
     orphans = sorted(s for s in stored - _named(state) if _born(s) < limit)
@@ -130,14 +130,5 @@ def _born(segment_id: str) -> datetime:
 
 
 def _condemn(segment_id: str) -> dict[str, Any]:
-    empty: dict[str, Any] = {}
-    for column in arrow_schema("manifest"):
-        if not column.nullable:
-            empty[column.name] = "" if pa.types.is_string(column.type) else 0
-    return {
-        **empty,
-        "op": "condemn",
-        "segment_id": segment_id,
-        "committed_at": datetime.now(UTC),
-        "reason": "orphan",
-    }
+    now = datetime.now(UTC)
+    return {"op": "condemn", "segment_id": segment_id, "committed_at": now, "reason": "orphan"}

@@ -82,7 +82,7 @@ VIEWS: dict[str, str] = {
             from manifest group by commit_version, segment_id
         )
         select
-            commit_version as version,
+            commit_version,
             min(committed_at) as committed_at,
             sum(added)::bigint as added,
             sum(hidden)::bigint as hidden,

@@ -1,13 +1,14 @@
 """The Zarr v3 extension data type `bfloat16` for zarr-python, which ships none.
 
 Native dtype uint16: the exact bits, so nothing is rounded and no -0.0 chunk is taken for a fill
-value. TensorStore and zarrs read the same arrays under the same name. Registered through the
-entry-point group `zarr.data_type`.
+value. TensorStore and zarrs read the same arrays under the same name. Importing this module
+registers it: zarr-python 3.1 collects the entry points of `zarr.data_type` but never loads them.
 """
 
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError
 from zarr.dtype import UInt16
 
@@ -51,3 +52,8 @@ class BFloat16(UInt16):
         bits = int(data)
         value = float(np.uint32(bits << 16).view(np.float32))
         return value if np.isfinite(value) and bits != 0x8000 else f"0x{bits:04x}"
+
+
+# zarr 3.1.6 collects the entry points of data types but never loads them: importing this module
+# registers it there too. Idempotent.
+data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)

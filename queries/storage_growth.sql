@@ -1,7 +1,7 @@
 -- name: storage_growth
 -- description: samples, tokens and bytes added by each manifest version, and their running totals
 select
-    version,
+    commit_version as version,
     committed_at,
     added as samples,
     tokens,
@@ -14,5 +14,5 @@ select
     round(stored_bytes / nullif(raw_bytes, 0), 4) as ratio
 from versions
 where added > 0
-window growth as (order by version)
-order by version
+window growth as (order by commit_version)
+order by commit_version

@@ -14,6 +14,8 @@ from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
 from hslake.lake import Lake
 from hslake.plan import plan_files
+from hslake.segment.layout import hidden_grid, segment_prefix
+from hslake.segment.shard import parse_index
 from hslake.staging import StagingWriter
 
 ITEM = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
@@ -82,12 +84,12 @@ class MadeLake:
     def stage(self, names: Sequence[str], chunk: int = 100) -> None:
         """Write the samples to staging as a server would: `chunk` rows at a time."""
         spec = self.lake.spec
-        longest = max(len(self.samples[n].input_ids) for n in names)
+        tokens = sum(len(self.samples[n].input_ids) for n in names)
         writer = StagingWriter(
             self.staging,
             spec,
-            part_tokens=max(4096, longest),
-            max_parts=1 + sum(len(self.samples[n].input_ids) for n in names) // 1024,
+            part_tokens=tokens,
+            max_parts=1,
             fingerprint=spec.model.fingerprint,
             engine={
                 "engine": "test",
@@ -150,4 +152,33 @@ def make_lake(
     [stream, length, hidden]. The lake is `made.lake`, the truth `made.samples`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    raise NotImplementedError
+    lake = hslake.create(
+        folder / "lake",
+        streams=[*range(2, 2 * streams - 1, 2), "final"],
+        hidden_size=hidden,
+        num_layers=2 * streams,
+        dtype=dtype,
+        codec=codec,
+        name="test",
+    )
+    made = MadeLake(
+        lake.url, folder / "staging", states or random_states(streams, hidden, dtype, nan)
+    )
+    made.staging.mkdir()
+    if lengths is None:
+        lengths = np.random.default_rng(n).integers(1, 600, n).tolist()
+    made.add(lengths)
+    return made
+
+
+def damage_sample(lake: Lake, sample_id: str) -> None:
+    """Flip a bit in the middle of the stored bytes of a sample's first chunk, and only there."""
+    at = lake.location(sample_id)
+    grid = hidden_grid(lake.spec)
+    shard, chunk = divmod(at.token_start // grid.chunk, grid.chunks)
+    path = Path(lake.url) / segment_prefix(at.segment_id) / grid.key(shard)
+    data = bytearray(path.read_bytes())
+    index = parse_index(grid, bytes(data[-grid.index_bytes :]), str(path))
+    offset, size = (int(x) for x in index[0, chunk])
+    data[offset + size // 2] ^= 1
+    path.write_bytes(data)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hslake import catalog
+from hslake import catalog, query
 from hslake.errors import HslakeError, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.plan import plan_files
@@ -26,7 +26,7 @@ def url(tmp_path: Path) -> str:
     spec = make_spec(
         ModelInfo("toy", "Toy", 8, 4, 1000, {"config": None, "weights": None}), ("2", "final")
     )
-    store = open_store(str(tmp_path / "the lake's #1"))
+    store = open_store(str(tmp_path / "the lake's #1 [x] 100%"))
     store.put_new("hslake.json", spec.to_json().encode())
     for name in ("manifest", "plan"):
         catalog.create_table(store, name)
@@ -48,9 +48,10 @@ def planned(url: str) -> list[dict[str, Any]]:
 def test_rows_of_the_plan(url: str, tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.jsonl",
-        {"sample_id": "A1-0", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "source": "A1"},
-        {"sample_id": "x", "input_ids": [4], "split": "validation", "note": "?"},
-    )
+        {"sample_id": "A1-0", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "source": "A1",
+         "note": "?"},
+        {"sample_id": "x", "input_ids": [4], "split": "validation"},
+    )  # fmt: skip
     report = plan_files(url, [file], source="B3")
     assert (report.added, report.tokens, report.supervised_tokens, report.longest) == (2, 4, 3, 3)
     assert report.raw_bytes == 4 * PER_TOKEN == report.plan_raw_bytes
@@ -76,6 +77,10 @@ def test_again_adds_nothing(url: str, tmp_path: Path) -> None:
     # In another order, another format, another name and mixed with new ones: the same samples.
     pq.write_table(pa.Table.from_pylist([*rows[::-1], {"input_ids": [9], "source": "A1"}]),
                    tmp_path / "b.parquet")  # fmt: skip
+    # SQL reads a folder of such a name too.
+    files = {"manifest": [], "plan": catalog.open_table(open_store(url), "plan").files()}
+    with query.connect_files(files) as con:
+        assert query.execute(con, "select count(*) n from plan").to_pylist() == [{"n": 20}]
     again = plan_files(url, [tmp_path / "b.parquet", file])
     assert (again.rows, again.added, again.unchanged, again.repeated) == (41, 1, 20, 20)
     assert (again.plan_samples, again.plan_tokens) == (21, 41)

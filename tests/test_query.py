@@ -178,8 +178,8 @@ def test_coverage_counts_samples_not_sums(tmp_path: Path) -> None:
 
 
 def test_versions(con: duckdb.DuckDBPyConnection) -> None:
-    found = rows(con, "select * from versions order by version")
-    keys = ("version", "added", "hidden", "segments", "condemned_segments", "stored_bytes")
+    found = rows(con, "select * from versions order by commit_version")
+    keys = ("commit_version", "added", "hidden", "segments", "condemned_segments", "stored_bytes")
     assert [tuple(r[k] for k in keys) for r in found] == [
         (1, 2, 0, 1, 0, 700),
         (2, 0, 1, 0, 0, 0),

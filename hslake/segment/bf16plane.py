@@ -122,7 +122,7 @@ class Bf16PlaneCodec(BytesBytesCodec):
 
     async def _decode_single(self, chunk: Buffer, spec: ArraySpec) -> Buffer:
         decoded = await asyncio.to_thread(decode, chunk.to_bytes())
-        return spec.prototype.buffer.from_array_like(decoded.view("b"))
+        return spec.prototype.buffer.from_array_like(decoded.view("B"))
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
         """Not known ahead of encoding."""

@@ -58,15 +58,15 @@ def codec_metadata(spec: LakeSpec) -> list[dict[str, Any]]:
     return [_BYTES, {"name": "blosc", "configuration": blosc}, _CRC]
 
 
-def crc(data: bytes) -> bytes:
+def crc(data: bytes | np.ndarray) -> bytes:
     """Little-endian crc32c of `data`."""
-    return int(google_crc32c.value(data)).to_bytes(CRC_BYTES, "little")
+    return int(google_crc32c.value(data)).to_bytes(CRC_BYTES, "little")  # type: ignore[arg-type]
 
 
-def strip_crc(data: bytes, where: str) -> bytes:
+def strip_crc(data: bytes | memoryview, where: str) -> memoryview:
     """`data` without its crc32c; raises Corrupt naming `where` when that does not match."""
-    body = data[:-CRC_BYTES]
-    if len(data) < CRC_BYTES or crc(body) != data[-CRC_BYTES:]:
+    body = memoryview(data)[:-CRC_BYTES]
+    if not len(body) or crc(np.frombuffer(body, np.uint8)) != data[-CRC_BYTES:]:
         raise Corrupt(
             f"{where}: its {len(data)} bytes do not match their crc32c: the data is damaged; "
             "`hslake verify --quarantine` hides the sample, `hslake extract` captures it again"
@@ -102,7 +102,7 @@ def encode_chunk(spec: LakeSpec, rows: np.ndarray) -> bytes:
 
 
 def decode_chunk(
-    spec: LakeSpec, data: bytes, where: str, out: np.ndarray | None = None
+    spec: LakeSpec, data: bytes | memoryview, where: str, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Verify and decode one inner chunk to [chunk_tokens, hidden] of `storage_dtype(spec)`.
 
@@ -140,7 +140,9 @@ def encode_tokens(values: np.ndarray) -> bytes:
     return body + crc(body)
 
 
-def decode_tokens(data: bytes, dtype: np.dtype, count: int, where: str) -> np.ndarray:
+def decode_tokens(
+    data: bytes | memoryview, dtype: np.dtype, count: int, where: str
+) -> np.ndarray:
     """Verify and decode one inner chunk of `count` tokens; raises Corrupt naming `where`."""
     body = strip_crc(data, where)
     expected = f"{count} values of {dtype}"

@@ -17,7 +17,7 @@ from hslake.segment.codec import CRC_BYTES, INDEX_CODECS, TOKEN_CODECS, codec_me
 from hslake.spec import LakeSpec
 
 HIDDEN = "hidden_states"
-TOKEN_DTYPES = {"input_ids": np.dtype("<i4"), "loss_mask": np.dtype("u1")}
+TOKEN_DTYPES: dict[str, np.dtype] = {"input_ids": np.dtype("<i4"), "loss_mask": np.dtype("u1")}
 INVENTORY = "inventory.json"
 GROUP_METADATA = "zarr.json"
 

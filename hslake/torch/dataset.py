@@ -5,20 +5,20 @@ from the segment, with no listing and no per-segment metadata.
 """
 
 import os
+from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
-import hslake
+from hslake import query
 from hslake.errors import InvalidInput
-from hslake.lake import Lake
+from hslake.lake import Lake, open_lake
 from hslake.segment.read import read_rows, read_tokens
-from hslake.spec import FINAL
-from hslake.store import open_store
+from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, Batch, Shape, Slot, bits, huge
 
 LATEST = "latest-per-epoch"
@@ -38,47 +38,47 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
     dtype, each present when its streams are selected. Values are as stored: NaN stays NaN, nothing
     is shifted. A damaged sample raises Corrupt, a segment that is gone Missing.
 
-    Pickles small-ish (the sample table) and opens the store on first use, so spawned DataLoader
-    workers can have it. A forked process may not: clients of object stores hang there.
+    Pickles as the sample table and the lake's address, so spawned DataLoader workers can have it;
+    each opens the store on first use. A forked process may not: clients of object stores hang
+    there.
     """
 
     def __init__(
         self,
-        lake: Lake | str,
+        lake: Lake | str | PathLike[str],
         where: str | None = None,
-        streams: list[str] | tuple[str, ...] | None = None,
+        streams: Sequence[str | int] | None = None,
         split: str | None = None,
         version: int | str | None = None,
     ) -> None:
         if isinstance(version, str) and version != LATEST:
             raise InvalidInput(f"version: found {version!r}, expected a number or {LATEST!r}")
         self.follows_latest = version == LATEST
-        if isinstance(lake, str):
-            lake = hslake.open(lake, version=version if isinstance(version, int) else None)
+        pinned = version if isinstance(version, int) else None
+        if not isinstance(lake, Lake):
+            lake = open_lake(lake, pinned)
+        elif self.follows_latest:
+            lake = lake.refresh()
+        elif pinned is not None and lake.version != pinned:
+            lake = open_lake(lake.url, pinned)
         self.where, self.split = where, split
         self.url, self.spec = lake.url, lake.spec
         self.streams = _select_streams(self.spec.streams, streams)
+        self._store = lake.store
         self._pid = os.getpid()
-        self._store: Any = None
-        if self.follows_latest:
-            lake = lake.refresh()
-        elif isinstance(version, int) and lake.version != version:
-            lake = hslake.open(lake.url, version=version)
         self._load(lake)
 
     def _load(self, lake: Lake) -> None:
         """Query the manifest once; keep the sample table in a compact Arrow form."""
         terms = [f"({self.where}\n)"] if self.where else []
-        if self.split is not None:
-            terms.append("split = $split")
-        query = f"select {_COLUMNS} from samples" + (
-            f" where {' and '.join(terms)}" if terms else ""
-        )
+        terms += ["split = $split"] if self.split is not None else []
+        condition = f" where {' and '.join(terms)}" if terms else ""
+        text = f"select {_COLUMNS} from samples{condition} order by sample_id"
         params = {"split": self.split} if self.split is not None else None
         try:
-            refs = lake.sql(f"{query} order by sample_id", params).to_arrow_table()
-        except duckdb.Error as error:
-            raise InvalidInput(f"{self.describe()}: DuckDB says: {error}") from error
+            refs = query.execute(lake.connect(), text, params)
+        except InvalidInput as error:
+            raise InvalidInput(f"{self.describe()}: {error}") from error
         for name in ("source", "split", "segment_id"):
             at = refs.schema.get_field_index(name)
             refs = refs.set_column(at, name, refs[name].dictionary_encode())
@@ -88,7 +88,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
 
     def refresh(self, version: int | None = None) -> None:
         """Select again at `version` (default: the newest)."""
-        self._load(hslake.open(self.url, version=version))
+        self._load(open_lake(self.url, version))
 
     def describe(self) -> str:
         """What this dataset selects, for messages."""
@@ -140,8 +140,6 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 "clients hang: use DataLoader(..., multiprocessing_context='spawn'), or "
                 "HiddenStateLoader, which reads in threads"
             )
-        if self._store is None:
-            self._store = open_store(self.url)
         row = self.refs.slice(index, 1).to_pylist()[0]
         where = (self._store, self.spec, row["segment_id"], row["token_start"], row["length"])
         boundaries = [stream for stream in self.streams if stream != FINAL]
@@ -157,7 +155,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         batch["loss_mask"].numpy()[slot] = mask
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_pid": None}
+        return {**self.__dict__, "_pid": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _pid=os.getpid())

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import hslake
 from hslake.errors import Conflict, Corrupt, InvalidInput
+from hslake.store import Store
 from hslake.torch import HiddenStateDataset, HiddenStateLoader, collate_batch
 from hslake.torch import loader as loader_module
 from hslake.torch.collate import TORCH_DTYPES, bits
@@ -108,7 +109,8 @@ def test_nothing_selected_is_an_error_not_an_empty_training(made):
 
 def test_one_query_and_no_store_access_to_plan(made, monkeypatch):
     ds = pickle.loads(pickle.dumps(HiddenStateDataset(made.lake)))
-    monkeypatch.setattr(hslake, "open", None)
+    for name in ("read", "read_range", "list", "size"):
+        monkeypatch.setattr(Store, name, None)
     assert len(HiddenStateLoader(ds)) == 1
     assert len(pickle.dumps(ds)) < 20_000
 

@@ -1,0 +1,94 @@
+"""`hslake compact`."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from hslake.cli.common import Json, Lake, examples, note, print_json, print_pairs
+from hslake.errors import Corrupt, InvalidInput
+from hslake.units import format_bytes, format_count, parse_count
+
+
+@examples(
+    "hslake compact LAKE --staging /dev/shm/hslake",
+    "hslake compact LAKE --staging /dev/shm/hslake --watch",
+    "hslake compact LAKE --staging /dev/shm/a --staging /dev/shm/b --json",
+)
+def compact(
+    lake: Lake,
+    staging: Annotated[
+        list[Path], typer.Option(metavar="DIR", help="Staging directory. Repeatable.")
+    ],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on until Ctrl-C or SIGTERM, then finish the pass.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="With --watch: pause between passes.")
+    ] = 1.0,
+    segment_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Most tokens of a segment (default: the lake's geometry)."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Move complete samples from staging into the lake and free their staging.
+
+    Every sample is checked against the checksum made at capture before it is committed. A crash
+    anywhere leaves nothing half visible: run it again.
+    """
+    limit = None if segment_tokens is None else parse_count(segment_tokens, "--segment-tokens")
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"--segment-tokens: found {limit}, expected at least 1")
+    import hslake.compact
+    from hslake.progress import Progress
+
+    stopping = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:  # the second Ctrl-C does not wait
+            raise KeyboardInterrupt
+        stopping = True
+        note("finishing this pass; press Ctrl-C again to stop at once")
+
+    signals = (signal.SIGINT, signal.SIGTERM) if watch else ()
+    before = [(s, signal.signal(s, stop)) for s in signals]
+    try:
+        with Progress(None, "compact") as bar:
+            report = hslake.compact.compact(
+                lake,
+                staging,
+                watch=watch,
+                segment_tokens=limit,
+                progress=bar,
+                stop=lambda: stopping,
+                interval_s=interval,
+            )
+    finally:
+        for sign, handler in before:
+            signal.signal(sign, handler)
+    if json:
+        print_json(report)
+    else:
+        rows = [
+            ("committed", f"{format_count(report.samples)} samples, "
+                          f"{format_count(report.tokens)} tokens in {report.segments} segments"),
+            ("raw", format_bytes(report.raw_bytes)),
+            ("stored", format_bytes(report.stored_bytes)),
+            ("waiting", f"{report.waiting} samples not complete yet"),
+        ]  # fmt: skip
+        rows += [("given up", f"{n} samples: {why}") for why, n in report.abandoned.items()]
+        print_pairs(rows, f"{lake} at version {report.version}" if report.version else lake)
+    if report.damage:
+        raise Corrupt(
+            f"{len(report.damage)} journals in staging are damaged; what was readable before the "
+            f"damage is in the lake, the rest will be asked for again: {'; '.join(report.damage)}"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(compact)

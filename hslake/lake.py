@@ -1,0 +1,301 @@
+"""A lake: make one, open one, query it, read samples from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hslake import catalog, modelinfo
+from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.segment.read import read_sample
+from hslake.spec import (
+    DTYPES,
+    SPEC_FILE,
+    Estimate,
+    LakeSpec,
+    ModelInfo,
+    make_spec,
+)
+from hslake.store import Store, open_store
+from hslake.streams import parse_capture, parse_streams
+
+if TYPE_CHECKING:
+    import duckdb
+
+TABLES = ("manifest", "plan")
+FINAL_NORM = "model/final_norm"
+
+
+@dataclass(frozen=True)
+class SampleLocation:
+    """Where a sample lies: `length` tokens from `token_start` of a segment."""
+
+    sample_id: str
+    source: str
+    split: str
+    segment_id: str
+    token_start: int
+    length: int
+    segment_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sample, or some of its rows and streams.
+
+    hidden_states: [stream, token, hidden], uint16 bit patterns when `dtype` is bfloat16, else
+    float16 or float32; input_ids int32 [token]; loss_mask uint8 [token]. `length` is that of the
+    whole sample.
+    """
+
+    sample_id: str
+    source: str
+    split: str
+    length: int
+    streams: tuple[str, ...]
+    dtype: str
+    hidden_states: np.ndarray
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class Lake:
+    """An open lake, pinned at one version of its manifest and one of its plan."""
+
+    def __init__(
+        self,
+        store: Store,
+        spec: LakeSpec,
+        manifest: catalog.TableState,
+        plan: catalog.TableState,
+    ) -> None:
+        self.store, self.spec = store, spec
+        self._manifest, self._plan = manifest, plan
+        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<hslake.Lake {self.url} version {self.version}>"
+
+    @property
+    def url(self) -> str:
+        """The lake's URL; an absolute path when it is local."""
+        return self.store.url()
+
+    @property
+    def version(self) -> int:
+        """Version of the manifest that this object sees."""
+        return self._manifest.version
+
+    @property
+    def plan_version(self) -> int:
+        """Version of the plan that this object sees."""
+        return self._plan.version
+
+    def manifest_table(self) -> catalog.TableState:
+        """The manifest at `version`."""
+        return self._manifest
+
+    def plan_table(self) -> catalog.TableState:
+        """The plan at `plan_version`."""
+        return self._plan
+
+    def refresh(self) -> Lake:
+        """The same lake at its newest version."""
+        return _open(self.store, self.spec, None)
+
+    def connect(self) -> duckdb.DuckDBPyConnection:
+        """This lake's DuckDB connection, made on first use (`hslake.query.connect`)."""
+        from hslake import query
+
+        with self._lock:
+            if self._connection is None:
+                self._connection = query.connect(self)
+            return self._connection
+
+    def sql(self, query: str, params: Mapping[str, Any] | None = None) -> duckdb.DuckDBPyRelation:
+        """Relation of one SELECT over samples, segments, plan, coverage and versions.
+
+        `params` are the query's `$name`s. Raises InvalidInput for anything but one SELECT, DuckDB's
+        errors for a wrong one.
+        """
+        from hslake.query import check_select
+
+        connection = self.connect()
+        check_select(connection, query)
+        if params:
+            return connection.sql(query, params=dict(params))
+        return connection.sql(query)
+
+    def location(self, sample_id: str) -> SampleLocation:
+        """Where `sample_id` lies. Raises Missing."""
+        from hslake import query
+
+        columns = ", ".join(SampleLocation.__dataclass_fields__)
+        text = f"select {columns} from samples where sample_id = $id"
+        # A cursor of the connection has none of its views; the lock keeps threads apart.
+        connection = self.connect()
+        with self._lock:
+            rows = query.execute(connection, text, {"id": sample_id}).to_pylist()
+        if not rows:
+            raise Missing(
+                f"{self.url} has no sample {sample_id!r} at version {self.version}: see "
+                "`hslake query LAKE gaps`, or refresh"
+            )
+        return SampleLocation(**rows[0])
+
+    def read(
+        self,
+        sample_id: str,
+        streams: Sequence[str | int] | None = None,
+        rows: slice | None = None,
+    ) -> Sample:
+        """Read a sample: all of it, or some streams and a slice of its rows (only their chunks).
+
+        Raises Missing, InvalidInput (unknown stream), Corrupt (naming the damaged chunk).
+        """
+        at = self.location(sample_id)
+        hidden, ids, mask = read_sample(
+            self.store, self.spec, at.segment_id, at.token_start, at.length, streams, rows
+        )
+        names = self.spec.streams if streams is None else tuple(str(s) for s in streams)
+        return Sample(
+            at.sample_id, at.source, at.split, at.length, names, self.spec.dtype, hidden, ids, mask
+        )
+
+
+def _read_spec(store: Store) -> LakeSpec:
+    try:
+        text = store.read(SPEC_FILE)
+    except Missing:
+        raise Missing(
+            f"no lake at {store.url()}: {SPEC_FILE} is not there; `hslake create` makes one"
+        ) from None
+    return LakeSpec.from_json(text, store.url(SPEC_FILE))
+
+
+def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
+    manifest = catalog.open_table(store, "manifest", version)
+    return Lake(store, spec, manifest, catalog.open_table(store, "plan"))
+
+
+def open_lake(url: str | PathLike[str], version: int | None = None) -> Lake:
+    """Open the lake at `url`, at a manifest version (default: the newest). Raises Missing."""
+    store = open_store(url)
+    return _open(store, _read_spec(store), version)
+
+
+def create(
+    url: str | PathLike[str],
+    *,
+    capture: str | None = None,
+    streams: Sequence[str | int] | None = None,
+    model_config: str | PathLike[str] | None = None,
+    hidden_size: int | None = None,
+    num_layers: int | None = None,
+    dtype: str | None = None,
+    codec: str = "standard",
+    estimate_tokens: int | None = None,
+    estimate_bytes: int | None = None,
+    name: str | None = None,
+) -> Lake:
+    """Make a lake at `url` and open it.
+
+    The model comes from `model_config` (a config.json or its folder; safetensors files beside it
+    are fingerprinted and give the final norm), or from `hidden_size` and `num_layers`. What to
+    capture: `capture` as on the command line ("eagle3", "2,15,27,final"), or `streams`. `dtype` is
+    the server's residual dtype (default: the config's, else bfloat16). `estimate_tokens` and
+    `estimate_bytes` are what the lake is expected to hold and take.
+
+    Raises InvalidInput when there is a lake already or a setting does not fit, CheckFailed when the
+    store has no conditional put. Interrupted, it leaves no lake, and may be run again.
+    """
+    store = open_store(url)
+    if store.exists(SPEC_FILE):
+        raise _taken(store)
+    model, norm, dtype_found = _model(model_config, hidden_size, num_layers, name)
+    if (capture is None) == (streams is None):
+        raise InvalidInput("give either capture or streams, for example capture='eagle3'")
+    if capture is not None:
+        chosen = parse_capture(capture, model.num_layers)
+    else:
+        chosen = parse_streams(streams or (), model.num_layers, "streams")
+    for what, value in (("estimate_tokens", estimate_tokens), ("estimate_bytes", estimate_bytes)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"{what}: found {value}, expected at least 1")
+    if dtype is None:
+        dtype = dtype_found if dtype_found in DTYPES else "bfloat16"
+    spec = make_spec(
+        model,
+        chosen,
+        dtype=dtype,
+        codec=codec,
+        estimate=Estimate(estimate_tokens, estimate_bytes),
+    )
+    store.check_put_new()
+    for table in TABLES:
+        catalog.create_table(store, table)
+    objects = norm.objects(FINAL_NORM) if norm else {}
+    for path, data in objects.items():
+        store.put(path, data)
+    # Last: without this file there is no lake, so nothing that is half done is ever opened.
+    try:
+        store.put_new(SPEC_FILE, spec.to_json().encode())
+    except Conflict:
+        raise _taken(store) from None
+    _settle(store, objects)
+    return _open(store, spec, None)
+
+
+def _settle(store: Store, objects: Mapping[str, bytes]) -> None:
+    """Leave only this lake's final norm: one that lost the race may have written another's."""
+    for path, data in objects.items():
+        if store.read(path) != data:
+            store.put(path, data)
+    for path in store.list(FINAL_NORM):
+        if path not in objects:
+            store.delete(path)
+
+
+def _taken(store: Store) -> InvalidInput:
+    return InvalidInput(
+        f"there is a lake at {store.url()} already; expected an empty place: open it, or choose "
+        "another"
+    )
+
+
+def _model(
+    model_config: str | PathLike[str] | None,
+    hidden_size: int | None,
+    num_layers: int | None,
+    name: str | None,
+) -> tuple[ModelInfo, modelinfo.FinalNorm | None, str | None]:
+    if model_config is None:
+        if hidden_size is None or num_layers is None:
+            raise InvalidInput("give model_config, or both hidden_size and num_layers")
+        unknown: dict[str, str | None] = {"config": None, "weights": None}
+        return ModelInfo(name or "", "", num_layers, hidden_size, None, unknown), None, None
+    path = modelinfo.config_path(Path(model_config))
+    model, dtype = modelinfo.read_model(path, name)
+    for what, given, found in (
+        ("hidden_size", hidden_size, model.hidden_size),
+        ("num_layers", num_layers, model.num_layers),
+    ):
+        if given is not None and given != found:
+            raise InvalidInput(f"{what}: {given} was given, {path} says {found}: leave it out")
+    norm = modelinfo.final_norm(path)
+    if norm is not None and not norm.matches(model.hidden_size):
+        raise InvalidInput(
+            f"{path.parent}: the tensor {norm.tensor} does not have hidden_size "
+            f"{model.hidden_size} values: config and weights are of different models"
+        )
+    return model, norm, dtype
+
+
+open = open_lake

@@ -1,0 +1,217 @@
+"""Writing one segment: encode, decode again and compare, store, confirm, inventory last.
+
+A crash anywhere leaves objects without an inventory, which nothing refers to.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from hslake import checksum
+from hslake.errors import Corrupt, InvalidInput
+from hslake.segment import inventory
+from hslake.segment.codec import decode_chunk, encode_chunk, encode_tokens
+from hslake.segment.layout import (
+    INVENTORY,
+    TOKEN_DTYPES,
+    hidden_grid,
+    metadata_documents,
+    new_segment_id,
+    padded,
+    segment_prefix,
+    token_grid,
+)
+from hslake.segment.shard import ShardWriter
+from hslake.spec import LakeSpec
+from hslake.store import Store
+
+__all__ = ["SegmentInfo", "SegmentSample", "new_segment_id", "write_segment"]
+
+
+@dataclass(frozen=True)
+class SegmentSample:
+    """One sample to store.
+
+    `hidden` has one array [length, hidden] per stream of the spec, in its order: the bit patterns
+    (uint16, or uint32 for float32). `checksum` is the one taken at capture, one int64 a stream.
+    """
+
+    sample_id: str
+    hidden: Sequence[np.ndarray]
+    input_ids: np.ndarray | Sequence[int]
+    loss_mask: np.ndarray | Sequence[int]
+    checksum: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """A written segment.
+
+    `placements` are (sample_id, token_start); `tokens` counts the padding between samples too;
+    `raw_bytes` are the samples' states before the codec, `stored_bytes` all objects.
+    """
+
+    segment_id: str
+    placements: list[tuple[str, int]]
+    tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    inventory_digest: str
+
+
+class _Objects:
+    """Stores the objects of one segment and remembers them for the inventory."""
+
+    def __init__(self, store: Store, segment_id: str) -> None:
+        self.store, self.prefix = store, segment_prefix(segment_id)
+        self.written: list[inventory.Object] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        self.store.put(self.prefix + key, data)
+        self.written.append(inventory.describe(key, data))
+
+    def confirm(self, key: str, size: int) -> None:
+        found = self.store.size(self.prefix + key)
+        if found != size:
+            raise Corrupt(
+                f"{self.store.url(self.prefix + key)}: the store holds {found} bytes, {size} were "
+                "written; nothing was committed: check the store and compact again"
+            )
+
+
+def _check(spec: LakeSpec, sample: SegmentSample) -> int:
+    """The sample's length; raises InvalidInput when its parts do not fit the spec."""
+    length = len(sample.input_ids)
+    shapes = [h.shape for h in sample.hidden]
+    name = f"sample {sample.sample_id}"
+    if not length:
+        raise InvalidInput(f"{name} has no tokens; expected at least one: leave it out")
+    if shapes != [(length, spec.hidden_size)] * len(spec.streams) or any(
+        h.dtype.itemsize != spec.itemsize for h in sample.hidden
+    ):
+        raise InvalidInput(
+            f"{name}: states {[(h.dtype.name, h.shape) for h in sample.hidden]}, expected "
+            f"{len(spec.streams)} arrays of {spec.dtype} bits {(length, spec.hidden_size)}"
+        )
+    if len(sample.loss_mask) != length or len(sample.checksum) != len(spec.streams):
+        raise InvalidInput(
+            f"{name}: {len(sample.loss_mask)} mask values and {len(sample.checksum)} checksums, "
+            f"expected {length} and {len(spec.streams)}"
+        )
+    return length
+
+
+def _encode(spec: LakeSpec, rows: np.ndarray, position: int, where: str) -> tuple[bytes, int]:
+    """Encode rows [n <= chunk, hidden]; also the partial checksum of what decodes from it."""
+    size, n = spec.geometry.chunk_tokens, len(rows)
+    if n < size:
+        whole = np.zeros((size, spec.hidden_size), rows.dtype)
+        whole[:n] = rows
+        rows = whole
+    data = encode_chunk(spec, rows)
+    return data, checksum.rows_checksum(decode_chunk(spec, data, where)[:n], position)
+
+
+def _encode_sample(
+    spec: LakeSpec, sample: SegmentSample, length: int, pool: ThreadPoolExecutor
+) -> list[list[bytes]]:
+    """Encoded chunks [stream][chunk]; raises Corrupt when a checksum does not come back."""
+    size = spec.geometry.chunk_tokens
+    jobs = [
+        [
+            pool.submit(_encode, spec, rows[at : at + size], at,
+                        f"sample {sample.sample_id}, stream {stream}, row {at}, just encoded")
+            for at in range(0, length, size)
+        ]
+        for stream, rows in zip(spec.streams, sample.hidden, strict=True)
+    ]
+    encoded = []
+    for stream, expected, futures in zip(spec.streams, sample.checksum, jobs, strict=True):
+        results = [f.result() for f in futures]
+        found = checksum.to_int64(sum(part for _, part in results))
+        if found != int(expected):
+            raise Corrupt(
+                f"sample {sample.sample_id}, stream {stream}: checksum {found} after encoding, "
+                f"{expected} at capture: its rows changed in between; capture it again"
+            )
+        encoded.append([data for data, _ in results])
+    return encoded
+
+
+def _token_chunks(values: np.ndarray | Sequence[int], dtype: np.dtype, size: int) -> list[bytes]:
+    """Encoded chunks of one sample's ids or mask, zero-padded."""
+    given = np.asarray(values)
+    whole = np.zeros(padded(len(given), size), dtype)
+    whole[: len(given)] = given
+    if not np.array_equal(whole[: len(given)], given):
+        raise InvalidInput(f"token values outside {dtype.name}: {given.min()} to {given.max()}")
+    return [encode_tokens(whole[at : at + size]) for at in range(0, len(whole), size)]
+
+
+def write_segment(
+    store: Store,
+    spec: LakeSpec,
+    segment_id: str,
+    samples: Iterable[SegmentSample],
+    *,
+    threads: int | None = None,
+) -> SegmentInfo:
+    """Write a whole segment; it becomes visible only by the manifest commit that follows.
+
+    Holds one shard of encoded states in memory. Raises InvalidInput for samples that do not fit
+    the spec (or none at all), Corrupt when states, checksums or stored sizes disagree.
+    """
+    grid, size = hidden_grid(spec), spec.geometry.chunk_tokens
+    objects = _Objects(store, segment_id)
+    placements: list[tuple[str, int]] = []
+    tokens = raw_bytes = shard_number = 0
+    shard: ShardWriter | None = None
+    token_chunks: dict[str, list[bytes]] = {name: [] for name in TOKEN_DTYPES}
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        for sample in samples:
+            length = _check(spec, sample)
+            encoded = _encode_sample(spec, sample, length, pool)
+            first, count = tokens // size, len(encoded[0])
+            done = 0
+            while done < count:  # the part of the sample that lies in one shard at a time
+                number, at = divmod(first + done, grid.chunks)
+                if shard is not None and number != shard_number:
+                    objects.put(grid.key(shard_number), shard.finish())
+                    shard = None
+                shard, shard_number = shard or ShardWriter(grid), number
+                part = min(count - done, grid.chunks - at)
+                for stream, chunks in enumerate(encoded):
+                    for i in range(part):
+                        shard.add(stream, at + i, chunks[done + i])
+                done += part
+            for name, dtype in TOKEN_DTYPES.items():
+                values = sample.input_ids if name == "input_ids" else sample.loss_mask
+                token_chunks[name] += _token_chunks(values, dtype, size)
+            placements.append((sample.sample_id, tokens))
+            tokens += count * size
+            raw_bytes += length * spec.bytes_per_token
+    if shard is None:
+        raise InvalidInput("a segment needs at least one sample, found none")
+    objects.put(grid.key(shard_number), shard.finish())
+    for name, chunks in token_chunks.items():
+        g = token_grid(spec, name)
+        for number in range(-(-len(chunks) // g.chunks)):
+            writer = ShardWriter(g)
+            part_of = chunks[number * g.chunks : (number + 1) * g.chunks]
+            for i, data in enumerate(part_of):
+                writer.add(0, i, data)
+            objects.put(g.key(number), writer.finish())
+    for key, data in metadata_documents(spec, segment_id, tokens).items():
+        objects.put(key, data)
+    for o in objects.written:
+        objects.confirm(o.key, o.size)
+    text = inventory.build(segment_id, objects.written)
+    store.put(objects.prefix + INVENTORY, text)
+    objects.confirm(INVENTORY, len(text))
+    stored = sum(o.size for o in objects.written) + len(text)
+    return SegmentInfo(
+        segment_id, placements, tokens, raw_bytes, stored, inventory.digest(text)
+    )

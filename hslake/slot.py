@@ -1,0 +1,272 @@
+"""One server of a run: what is on its way there, what it may still get, and whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hslake.ids import RequestId
+from hslake.jobs import Job
+from hslake.server import (
+    RequestFailed,
+    RequestRefused,
+    Server,
+    ServerDown,
+    ServerStatus,
+    context_limit,
+)
+
+if TYPE_CHECKING:
+    from hslake.drive import Driver
+
+log = logging.getLogger("hslake.extract")
+
+_SETTLE_S = 0.5  # the writer refreshes its figures five times a second
+_ASIDE_MAX_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One attempt on its way: sent, and neither acknowledged nor lost yet."""
+
+    job: Job
+    rid: RequestId
+    task: asyncio.Task[None] | None = None
+    answered: float | None = None  # when the server answered; its event is still to come
+
+
+@dataclass(slots=True)
+class _Held:
+    """Rows of an ended attempt that the last `free_rows` may not have taken off yet."""
+
+    rows: int
+    until: float
+    writer: str = ""
+    seq: int = 0  # known to `free_rows` once the writer's last_seq has reached it
+
+
+class Slot:
+    """Sends one server what its credits allow and reads its acknowledgements."""
+
+    def __init__(self, driver: Driver, server: Server) -> None:
+        self.driver, self.server = driver, server
+        self.flights: dict[str, Flight] = {}  # by attempt
+        self.wake = asyncio.Event()
+        self.up = False
+        self.reason = f"{server.url} was not asked yet"
+        self.longest = 0  # tokens of the longest sample it takes; 0 while not known
+        self.why_longest = ""
+        self.starved = False  # has work and a free place, but no room in staging
+        self.captured = self.tokens = self.dropped = self.outages = 0
+        self.status: ServerStatus | None = None
+        self._cursors: dict[str, int] = {}
+        self._held: list[_Held] = []
+        self._strikes = 0
+        self._aside = driver.limits.backoff
+        self._delay = driver.limits.poll_min
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await (self._work() if self.up else self._try_again())
+        finally:
+            tasks = [f.task for f in self.flights.values() if f.task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort_flights(self) -> None:
+        """Ask the server to forget what is on its way."""
+        for flight in list(self.flights.values()):
+            with contextlib.suppress(ServerDown):
+                await self.server.abort(flight.rid)
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        try:
+            status = await self.server.status(self._cursors)
+        except ServerDown as error:
+            self._strikes += 1
+            if self._strikes >= self.driver.limits.strikes:
+                self._set_aside(str(error))
+            else:
+                await asyncio.sleep(min(0.2 * self._strikes, self.driver.limits.poll_max))
+            return
+        self._strikes = 0
+        self._absorb(status)
+        problem = unfit(status, self.driver.lake_id)
+        if problem:
+            self._set_aside(f"{self.server.url}: {problem}")
+        elif not status.more:
+            self._expire()
+            self._fill()
+            await self._pause()
+
+    async def _try_again(self) -> None:
+        """Ask a server that was set aside (or is new) whether it can work."""
+        url = self.server.url
+        try:
+            status = await self.server.status(self._cursors)
+            problem = unfit(status, self.driver.lake_id)
+            limit = context_limit(await self.server.info())
+        except ServerDown as error:
+            problem = str(error)
+        else:
+            self._absorb(status)
+        if problem:
+            self.reason = problem if url in problem else f"{url}: {problem}"
+            # The wait is fixed: a wake-up is about work, and this server can do none.
+            await asyncio.sleep(self._aside)
+            self._aside = min(_ASIDE_MAX_S, self._aside * 2)
+            return
+        rows = status.largest_reservation
+        self.longest = rows if limit is None else min(rows, limit)
+        self.why_longest = (
+            f"longer than a staging part ({rows:,} tokens): start the server with larger parts"
+            if limit is None or rows <= limit
+            else f"longer than the server takes ({limit:,} tokens): raise its context length or "
+            "its KV cache, or plan shorter samples"
+        )
+        if self.outages:
+            log.warning("%s is back", url)
+        self.up, self.reason = True, "up"
+        self._strikes, self._aside = 0, self.driver.limits.backoff
+
+    def _set_aside(self, reason: str) -> None:
+        self.up, self.reason, self.starved = False, reason, False
+        self.outages += 1
+        log.warning("set aside: %s", reason)
+        flights, self.flights = list(self.flights.values()), {}
+        self._held.clear()
+        for flight in flights:
+            if flight.task:
+                flight.task.cancel()
+            self._lose(flight, f"the server was set aside: {reason}")
+        self.driver.wake()
+
+    async def _pause(self) -> None:
+        """Until an answer comes, a retry is due, or it is time to look again."""
+        limits = self.driver.limits
+        self._delay = min(limits.poll_max, self._delay * 2)
+        wait = self._delay
+        due = self.driver.queue.next_due()
+        if due is not None and not self.starved:
+            wait = min(wait, max(limits.poll_min, due - time.monotonic()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wake.wait(), wait)
+            self._delay = limits.poll_min
+            # Several answers of one batch: one look for all of them.
+            await asyncio.sleep(limits.poll_min)
+        self.wake.clear()
+
+    # -- acknowledgements ----------------------------------------------------------------------
+
+    def _absorb(self, status: ServerStatus) -> None:
+        self.status = status
+        now = time.monotonic()
+        known = {w.writer: w.last_seq for w in status.writers}
+        for writer in status.writers:
+            for event in writer.events:
+                flight = self.flights.pop(event.attempt, None)
+                if flight is not None:
+                    flight.job.flights -= 1
+                    # The figures were read before the events: they may not know this one's rows.
+                    self._hold(flight, writer.writer, event.seq)
+                    self._delay = self.driver.limits.poll_min
+                self.driver.event(self, writer.writer, event, mine=flight is not None)
+            self._cursors[writer.writer] = writer.cursor
+        self._held = [
+            h
+            for h in self._held
+            if (known.get(h.writer, -1) < h.seq if h.writer else now < h.until)
+            and now < h.until + 10 * _SETTLE_S
+        ]
+
+    def _hold(self, flight: Flight, writer: str = "", seq: int = 0) -> None:
+        until = time.monotonic() + _SETTLE_S
+        self._held.append(_Held(flight.job.length, until, writer, seq))
+
+    def _expire(self) -> None:
+        """Answered long ago and still not acknowledged: the server does not capture this one."""
+        limit = time.monotonic() - self.driver.limits.ack_timeout
+        for attempt, flight in list(self.flights.items()):
+            if flight.answered is not None and flight.answered < limit:
+                del self.flights[attempt]
+                self._hold(flight)
+                self._lose(flight, "the server answered but acknowledged no capture")
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Send what the bounds and credits allow."""
+        limits = self.driver.limits
+        self.starved = False
+        assert self.status is not None
+        on_the_way = sum(f.job.length for f in self.flights.values())
+        owed = on_the_way + sum(h.rows for h in self._held)
+        longest = max((f.job.length for f in self.flights.values()), default=0)
+        status = self.status
+
+        def fits(length: int) -> bool:
+            room = status.room(max(longest, length)) - owed
+            bound = limits.tokens - on_the_way
+            # One that alone exceeds the bound may still go, alone.
+            return length <= room and (length <= bound or not self.flights)
+
+        while len(self.flights) < limits.requests:
+            job, self.starved = self.driver.take(self, fits)
+            if job is None:
+                return
+            flight = Flight(job, self.driver.request_id(job))
+            self.flights[flight.rid.attempt] = flight
+            job.flights += 1
+            on_the_way += job.length
+            owed += job.length
+            longest = max(longest, job.length)
+            flight.task = asyncio.create_task(self._send(flight))
+
+    async def _send(self, flight: Flight) -> None:
+        job = flight.job
+        if job.done:  # an older attempt was acknowledged in this very moment
+            self._take_back(flight)
+            return
+        try:
+            await self.server.generate(flight.rid, job.ids.tolist())
+        except RequestRefused as error:
+            if self._take_back(flight):
+                self.driver.refused_by_server(flight, str(error))
+        except (RequestFailed, ServerDown) as error:
+            if self._take_back(flight):
+                self.driver.lost(flight, str(error))
+        else:
+            flight.answered = time.monotonic()
+        self.wake.set()
+
+    def _take_back(self, flight: Flight) -> bool:
+        """Whether `flight` was still on its way; it is not any more."""
+        if self.flights.pop(flight.rid.attempt, None) is None:
+            return False
+        flight.job.flights -= 1
+        self._hold(flight)  # the hook may have reserved its rows before the request failed
+        return True
+
+    def _lose(self, flight: Flight, reason: str) -> None:
+        flight.job.flights -= 1
+        self.driver.lost(flight, reason)
+
+
+def unfit(status: ServerStatus, lake_id: str) -> str | None:
+    """Why a server with this status cannot capture for this lake, or None."""
+    if status.lake_id is not None and status.lake_id != lake_id:
+        return f"it captures for lake {status.lake_id}, not {lake_id}: start it with this lake"
+    if not status.armed:
+        return f"the hook is not armed: {status.error or 'no reason given'}"
+    if not status.writers:
+        return "no writer stands behind it yet"
+    return None

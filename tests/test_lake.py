@@ -1,0 +1,206 @@
+"""Making and opening lakes; the store; model fingerprints and the final norm."""
+
+import json
+import pickle
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+import hslake
+import hslake.zarr_dtype  # registers bfloat16
+from hslake import lake as lakes
+from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.spec import check_fingerprint, model_fingerprint, read_spec
+from hslake.store import Store, open_store
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 10,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "dtype": "float16",
+    "transformers_version": "5.0",
+}
+
+
+def write_model(folder: Path, weight: np.ndarray | None = None, **changes: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}), "utf-8")
+    if weight is not None:
+        entry = {"dtype": "BF16", "shape": [len(weight)], "data_offsets": [0, weight.nbytes]}
+        header = json.dumps({"model.norm.weight": entry}).encode()
+        data = struct.pack("<Q", len(header)) + header + weight.tobytes()
+        (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+WEIGHT = np.arange(0x3F80, 0x3F88, dtype="<u2")
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return open_store(tmp_path / "lake")
+    return open_store(f"memory://{tmp_path.name}-{request.node.name[:4]}/lake")
+
+
+def test_store(store: Store) -> None:
+    store.put("a/b", b"0123456789")
+    assert store.read("a/b") == b"0123456789"
+    assert store.read_range("a/b", 2, 5) == b"234"
+    assert store.read_range("a/b", 7) == b"789"
+    assert store.read_range("a/b", suffix=3) == b"789"
+    assert store.size("a/b") == 10
+    assert store.exists("a/b") and not store.exists("a") and not store.exists("x")
+    store.put("a/b", b"new")
+    store.put_new("a/c", b"1")
+    with pytest.raises(Conflict):
+        store.put_new("a/c", b"2")
+    assert store.read("a/c") == b"1"
+    assert store.list("a") == store.list() == ["a/b", "a/c"]
+    assert store.list("nothing") == []
+    store.delete("a/c")
+    store.delete("a/c")
+    for call in (store.read, store.size, store.read_range):
+        with pytest.raises(Missing):
+            call("a/c")
+    store.check_put_new()
+    assert store.list() == ["a/b"]
+    assert pickle.loads(pickle.dumps(store)).read("a/b") == b"new"
+
+
+def test_create_from_config(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "toy", WEIGHT)
+    lake = hslake.create(
+        tmp_path / "lake", model_config=model / "config.json", capture="eagle3", estimate_tokens=5
+    )
+    assert lake.spec == read_spec(str(tmp_path / "lake")) == hslake.open(tmp_path / "lake").spec
+    assert lake.spec.streams == ("2", "5", "7", "final")
+    assert (lake.spec.dtype, lake.spec.model.name) == ("float16", "toy")
+    assert lake.spec.estimate.tokens == 5
+    assert (lake.version, lake.plan_version) == (0, 0)
+    norm = zarr.open_array(tmp_path / "lake/model/final_norm", mode="r")
+    assert norm.attrs["eps"] == 1e-5
+    assert norm.metadata.to_dict()["data_type"] == "bfloat16"
+    assert np.array_equal(norm[:], WEIGHT)
+    assert lake.sql("select count(*) from samples").fetchall() == [(0,)]
+    with pytest.raises(InvalidInput, match="SELECT"):
+        lake.sql("drop view samples")
+    with pytest.raises(Missing, match="A1-0"):
+        lake.read("A1-0")
+
+
+def test_create_without_a_model(tmp_path: Path) -> None:
+    made = {"hidden_size": 8, "num_layers": 4}
+    lake = hslake.create(tmp_path / "l", streams=[1, "final"], **made)
+    assert lake.spec.streams == ("1", "final")
+    assert lake.spec.dtype == "bfloat16"
+    assert not lake.store.list("model")
+    for bad, message in (
+        ({"capture": "1"}, "num_layers"),
+        (made, "capture"),
+        ({**made, "capture": "1", "streams": ["1"]}, "capture"),
+        ({**made, "capture": "9"}, "boundaries"),
+        ({**made, "capture": "1", "dtype": "int8"}, "dtype"),
+        ({**made, "capture": "1", "estimate_bytes": 0}, "estimate_bytes"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            hslake.create(tmp_path / "bad", **bad)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_config_and_weights_must_agree(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", WEIGHT[:4])
+    with pytest.raises(InvalidInput, match="norm"):
+        hslake.create(tmp_path / "l", model_config=model, capture="final")
+    with pytest.raises(InvalidInput, match="hidden_size"):
+        hslake.create(tmp_path / "l", model_config=model, capture="final", hidden_size=16)
+
+
+def test_text_config_of_a_multimodal_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["KimiK25"], "text_config": CONFIG}), "utf-8"
+    )
+    lake = hslake.create(tmp_path / "l", model_config=tmp_path, capture="final")
+    assert (lake.spec.hidden_size, lake.spec.num_layers, lake.spec.dtype) == (8, 10, "float16")
+
+
+def test_an_existing_lake_is_refused(tmp_path: Path) -> None:
+    url = tmp_path / "l"
+    first = hslake.create(url, hidden_size=8, num_layers=4, capture="1")
+    with pytest.raises(InvalidInput, match="already"):
+        hslake.create(url, hidden_size=8, num_layers=4, capture="1")
+    assert hslake.open(url).spec == first.spec
+
+
+def test_of_racing_creates_one_wins(tmp_path: Path) -> None:
+    models = [write_model(tmp_path / f"m{k}", WEIGHT + np.uint16(k)) for k in range(4)]
+    made: list[hslake.lake.Lake] = []  # type: ignore[name-defined]
+    refused: list[InvalidInput] = []
+
+    def work(k: int) -> None:
+        try:
+            made.append(hslake.create(tmp_path / "l", model_config=models[k], capture="1"))
+        except InvalidInput as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert (len(made), len(refused)) == (1, 3)
+    assert hslake.open(tmp_path / "l").spec == made[0].spec
+
+
+def test_interrupted_create_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"model_config": write_model(tmp_path / "m", WEIGHT), "capture": "1"}
+    real = Store.put_new
+
+    def dies(self: Store, path: str, data: bytes) -> None:
+        if path == "hslake.json":
+            raise KeyboardInterrupt
+        real(self, path, data)
+
+    with monkeypatch.context() as m:
+        m.setattr(Store, "put_new", dies)
+        with pytest.raises(KeyboardInterrupt):
+            hslake.create(tmp_path / "l", **settings)
+    with pytest.raises(Missing, match="no lake"):
+        hslake.open(tmp_path / "l")
+    assert hslake.create(tmp_path / "l", **settings).version == 0
+
+
+def test_missing_lake_and_version(tmp_path: Path) -> None:
+    with pytest.raises(Missing, match="hslake create"):
+        hslake.open(tmp_path / "nothing")
+    hslake.create(tmp_path / "l", hidden_size=8, num_layers=4, capture="1")
+    with pytest.raises(Missing):
+        lakes.open_lake(tmp_path / "l", version=7)
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    base = model_fingerprint(write_model(tmp_path / "a", WEIGHT))
+    same = write_model(tmp_path / "b", WEIGHT, transformers_version="6", torch_dtype="bfloat16")
+    assert model_fingerprint(same) == model_fingerprint(same / "config.json") == base
+    config = model_fingerprint(write_model(tmp_path / "c", WEIGHT, rms_norm_eps=1e-6))
+    weights = model_fingerprint(write_model(tmp_path / "d", WEIGHT + np.uint16(1)))
+    bare = model_fingerprint(write_model(tmp_path / "e"))
+    assert (config["config"] != base["config"], config["weights"]) == (True, base["weights"])
+    assert (weights["config"], weights["weights"] != base["weights"]) == (base["config"], True)
+    assert bare == {"config": base["config"], "weights": None}
+    check_fingerprint(base, bare, "the server")
+    for other, part in ((config, "config"), (weights, "weights")):
+        with pytest.raises(InvalidInput, match=f"the server .* its {part}"):
+            check_fingerprint(base, other, "the server")
+    index = tmp_path / "a/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}), "utf-8")
+    with pytest.raises(Missing, match=r"model-2\.safetensors"):
+        model_fingerprint(tmp_path / "a")
