@@ -185,7 +185,9 @@ def _plot(result: AuditReport) -> str:
     """Stored and raw bytes over committed tokens, forecast, estimate and limit, as inline SVG."""
     from matplotlib.figure import Figure
 
-    scale, unit = _scale(max(result.forecast_raw_bytes, result.raw_bytes, result.estimate_bytes or 0))
+    scale, unit = _scale(
+        max(result.forecast_raw_bytes, result.raw_bytes, result.estimate_bytes or 0)
+    )
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes: Any = figure.subplots()
     x = [0.0, *(p.tokens / 1e6 for p in result.growth)]

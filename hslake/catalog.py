@@ -117,14 +117,20 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
     Raises InvalidInput when it is there and holds rows.
     """
     fields = schema or arrow_schema(name)
-    DeltaTable.create(
-        store.url(name),
-        Schema.from_arrow(fields),
-        mode="ignore",
-        name=name,
-        configuration=_CONFIGURATION,
-        storage_options=_options(store),
-    )
+    try:
+        DeltaTable.create(
+            store.url(name),
+            Schema.from_arrow(fields),
+            mode="ignore",
+            name=name,
+            configuration=_CONFIGURATION,
+            storage_options=_options(store),
+            commit_properties=CommitProperties(max_commit_retries=0),
+        )
+    except DeltaError:
+        # Another create was faster; or the answer was lost. Either way the table is there.
+        if not DeltaTable.is_deltatable(store.url(name), _options(store)):
+            raise
     if store.is_local:
         log = store.local(f"{name}/_delta_log")
         for path in log.glob("*.json"):
@@ -193,8 +199,9 @@ def _check_log(store: Store, name: str) -> int | None:
         kinds = {k for a in actions for k in a}
         operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
     except (ValueError, TypeError, KeyError) as e:
-        raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; "
-                      "see `hslake repair`") from None
+        raise Corrupt(
+            f"{last} is torn ({e}): expected one JSON action a line; see `hslake repair`"
+        ) from None
     if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
         raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; see `hslake repair`")
     return int(last.stem)

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from hslake.lake import Lake
-from hslake.lake import open as open_lake
-from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
 
 from hslake import catalog
 from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, InvalidInput
 from hslake.ids import token_hash
+from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
 from hslake.schemas import arrow_schema
+from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
 from hslake.spec import LakeSpec, check_fingerprint
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved

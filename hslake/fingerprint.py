@@ -45,8 +45,10 @@ def weight_files(folder: Path) -> list[Path]:
         found = sorted({folder / n for n in read_config(index).get("weight_map", {}).values()})
         gone = [p.name for p in found if not p.is_file()]
         if gone:
-            raise Missing(f"{folder}: {len(gone)} of {len(found)} weight files are missing, "
-                          f"the first is {gone[0]}: finish the download")
+            raise Missing(
+                f"{folder}: {len(gone)} of {len(found)} weight files are missing, "
+                f"the first is {gone[0]}: finish the download"
+            )
     else:
         found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     adapters = sorted(folder.glob("adapter*.safetensors"))

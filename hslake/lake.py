@@ -214,7 +214,8 @@ def create(
     `estimate_bytes` are what the lake is expected to hold and take.
 
     Raises InvalidInput when there is a lake already or a setting does not fit, CheckFailed when the
-    store has no conditional put. Interrupted, it leaves no lake, and may be run again.
+    store has no conditional put. Interrupted, it leaves no lake, and may be run again
+    with the same model.
     """
     store = open_store(url)
     if store.exists(SPEC_FILE):
@@ -241,26 +242,33 @@ def create(
     store.check_put_new()
     for table in TABLES:
         catalog.create_table(store, table)
-    objects = norm.objects(FINAL_NORM) if norm else {}
-    for path, data in objects.items():
-        store.put(path, data)
+    _put_norm(store, norm.objects(FINAL_NORM) if norm else {})
     # Last: without this file there is no lake, so nothing that is half done is ever opened.
     try:
         store.put_new(SPEC_FILE, spec.to_json().encode())
     except Conflict:
         raise _taken(store) from None
-    _settle(store, objects)
     return _open(store, spec, None)
 
 
-def _settle(store: Store, objects: Mapping[str, bytes]) -> None:
-    """Leave only this lake's final norm: one that lost the race may have written another's."""
+def _put_norm(store: Store, objects: Mapping[str, bytes]) -> None:
+    """Write the final norm once. Of two that create a lake here at once, with other models, at most
+    one gets past this: neither can leave its norm in the other's lake."""
     for path, data in objects.items():
-        if store.read(path) != data:
-            store.put(path, data)
-    for path in store.list(FINAL_NORM):
-        if path not in objects:
-            store.delete(path)
+        try:
+            store.put_new(path, data)
+        except Conflict:
+            if store.read(path) != data:
+                raise _leftover(store) from None
+    if not objects and store.list(FINAL_NORM):
+        raise _leftover(store)
+
+
+def _leftover(store: Store) -> InvalidInput:
+    return InvalidInput(
+        f"{store.url(FINAL_NORM)} holds another model's norm: somebody else is making a lake here, "
+        f"or was interrupted; if nobody is, remove {store.url()} and try again"
+    )
 
 
 def _taken(store: Store) -> InvalidInput:

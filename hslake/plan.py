@@ -124,9 +124,7 @@ def plan_files(
     store = open_store(lake_url)
     catalog.commit(store, "plan", build, f"plan-{uuid.uuid4().hex}")
     unused = dict.fromkeys(c for url in urls for c in unused_columns(url))
-    return _report(
-        store, spec, samples, outcome, dry_run, len(urls), rows, repeated, list(unused)
-    )
+    return _report(store, spec, samples, outcome, dry_run, len(urls), rows, repeated, list(unused))
 
 
 # -- incoming rows ------------------------------------------------------------------------------
@@ -284,7 +282,9 @@ def _table(samples: dict[str, _Sample], ids: list[str]) -> pa.Table:
     arrays = []
     for f in fields:
         value = columns[f.name]
-        arrays.append(value.cast(f.type) if isinstance(value, pa.Array) else pa.array(value, f.type))
+        arrays.append(
+            value.cast(f.type) if isinstance(value, pa.Array) else pa.array(value, f.type)
+        )
     return pa.table(arrays, schema=pa.schema(fields))
 
 

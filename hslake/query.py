@@ -96,9 +96,7 @@ def connect_files(
     return con
 
 
-def _table_view(
-    con: duckdb.DuckDBPyConnection, view: str, schema: str, files: list[str]
-) -> None:
+def _table_view(con: duckdb.DuckDBPyConnection, view: str, schema: str, files: list[str]) -> None:
     """A view over the Parquet files, or over no rows when there are none."""
     empty = schemas.arrow_schema(schema).empty_table()
     if not files:
@@ -243,7 +241,7 @@ def resolve(sql_or_name: str, params: Mapping[str, Any] | None) -> tuple[str, di
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InvalidInput(
             f"no query is named {text!r}: {hint}There are {', '.join(named())}; "
-            "or write SQL, for example \"select count(*) from samples\""
+            'or write SQL, for example "select count(*) from samples"'
         )
     values = dict(query.params)
     for key, value in given.items():
@@ -303,7 +301,7 @@ def _failed(error: Exception) -> HslakeError:
     return InvalidInput(
         f"the query failed. DuckDB says: {str(error).strip()}\n"
         "Views: samples, segments, plan, coverage, versions (columns: docs/sql.md, or "
-        "\"describe samples\")"
+        '"describe samples")'
     )
 
 

@@ -60,4 +60,6 @@ def validate(document: Any, name: str, where: str) -> None:
     error = next(iter(sorted(validator.iter_errors(document), key=lambda e: list(e.path))), None)
     if error is not None:
         field = "/".join(str(p) for p in error.absolute_path) or "the top level"
-        raise InvalidInput(f"{where}: {field}: {error.message} (expected as in schemas/{name}.json)")
+        raise InvalidInput(
+            f"{where}: {field}: {error.message} (expected as in schemas/{name}.json)"
+        )

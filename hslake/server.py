@@ -4,7 +4,6 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 (this request failed: ask again), RequestRefused (the server will not take this request).
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -320,7 +319,7 @@ class Server:
                 method, self.url + path, data=data, timeout=timeout
             ) as answer:
                 return answer.status, await answer.read()
-        except asyncio.TimeoutError:  # also aiohttp's own, which is no ClientError to us
+        except TimeoutError:  # also aiohttp's own, which is no ClientError to us
             raise TimeoutError from None
         except (aiohttp.ClientError, OSError) as error:
             text = str(error) or type(error).__name__

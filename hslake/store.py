@@ -61,8 +61,10 @@ class Store:
             try:
                 self._fs, self._base = url_to_fs(self.root)
             except (ValueError, ImportError) as e:
-                raise InvalidInput(f"{self.root}: {e}; expected a folder or a URL such as "
-                                   "s3://bucket/lake (pip install 'hslake[s3]')") from None
+                raise InvalidInput(
+                    f"{self.root}: {e}; expected a folder or a URL such as "
+                    "s3://bucket/lake (pip install 'hslake[s3]')"
+                ) from None
         return self._fs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,7 +197,13 @@ class Store:
         """Paths of all objects below `path`, sorted; none when there is nothing."""
         if self.is_local:
             base = self.local(path)
-            found = (Path(d) / f for d, _, names in os.walk(base) for f in names)
+            # What is still being written, or never was finished, is no object.
+            found = (
+                Path(d) / f
+                for d, _, names in os.walk(base)
+                for f in names
+                if not (f.startswith(".") and f.endswith(".tmp"))
+            )
             return sorted(p.relative_to(self.root).as_posix() for p in found)
         self.fs.invalidate_cache()
         base_key = self._key("")

@@ -2,7 +2,7 @@
 
 uint64 arithmetic mod 2**64 and int64 arithmetic with wrap-around give the same bits, and int64 is
 what every torch device has. Rows are taken in blocks so that temporaries stay small.
-`*_tensor` functions return device tensors without waiting for the device; the others return numbers.
+The `*_tensor` functions return device tensors without waiting for the device.
 """
 
 from functools import lru_cache

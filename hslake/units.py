@@ -36,7 +36,7 @@ def _split(text: str, what: str, expected: str) -> tuple[float, str]:
 
 
 def format_bytes(count: int | float) -> str:
-    """"3.50 TB": decimal prefixes, three digits."""
+    """ "3.50 TB": decimal prefixes, three digits."""
     for factor, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= factor:
             return f"{count / factor:.2f} {unit}"
@@ -44,5 +44,5 @@ def format_bytes(count: int | float) -> str:
 
 
 def format_count(count: int) -> str:
-    """"87,800,000"."""
+    """ "87,800,000"."""
     return f"{count:,}"

@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hslake.lake import Lake
-from hslake.lake import open as open_lake
-from hslake.segment.inventory import check_inventory
-from hslake.segment.read import read_sample
 
 from hslake import catalog
 from hslake.checksum import sample_checksum
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing
 from hslake.ids import token_hash
+from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
 from hslake.schemas import arrow_schema
+from hslake.segment import inventory
+from hslake.segment.read import read_sample
 
 LEVELS = ("manifest", "checksum", "full")
 
@@ -114,9 +113,8 @@ def _segment(
     everyone = tuple(m["sample_id"] for m in members)
     found = _overlaps(segment_id, members)
     try:
-        problems = check_inventory(
-            lake.store, segment_id, members[0]["inventory_digest"], digests=level == "checksum"
-        )
+        objects = inventory.load(lake.store, segment_id, members[0]["inventory_digest"])
+        problems = inventory.check(lake.store, segment_id, objects, content=level == "checksum")
     except HslakeError as e:
         problems = [str(e)]
     if level != "full":

@@ -12,11 +12,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
-from hslake.lake import Lake
-from hslake.lake import open as open_lake
 
 from hslake import catalog
 from hslake.errors import InvalidInput, Missing
+from hslake.lake import Lake, open_lake
 from hslake.schemas import arrow_schema, validate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -8,9 +8,8 @@ registers it: zarr-python 3.1 collects the entry points of `zarr.data_type` but 
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError
-from zarr.dtype import UInt16
+from zarr.dtype import UInt16, data_type_registry
 
 
 class BFloat16(UInt16):
@@ -54,6 +53,4 @@ class BFloat16(UInt16):
         return value if np.isfinite(value) and bits != 0x8000 else f"0x{bits:04x}"
 
 
-# zarr 3.1.6 collects the entry points of data types but never loads them: importing this module
-# registers it there too. Idempotent.
 data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)

@@ -74,9 +74,7 @@ def test_race_of_threads(store: Store) -> None:
 
 def test_race_of_processes(store: Store) -> None:
     context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(target=_insert_absent, args=(store.url(), k)) for k in range(4)
-    ]
+    workers = [context.Process(target=_insert_absent, args=(store.url(), k)) for k in range(4)]
     for w in workers:
         w.start()
     for w in workers:
@@ -125,9 +123,7 @@ def test_lost_answer_is_a_success(store: Store, monkeypatch: pytest.MonkeyPatch)
     assert ids(catalog.open_table(store, "manifest")) == ["a"]
 
 
-def test_lost_answer_and_then_another_writer(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_answer_and_then_another_writer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     real = catalog._append
 
     def lossy(*args: object) -> None:

@@ -7,13 +7,17 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import zarr
 
 import hslake
 import hslake.zarr_dtype  # registers bfloat16
+from hslake import catalog
 from hslake import lake as lakes
+from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.segment.write import SegmentSample, new_segment_id, write_segment
 from hslake.spec import check_fingerprint, model_fingerprint, read_spec
 from hslake.store import Store, open_store
 
@@ -155,7 +159,10 @@ def test_of_racing_creates_one_wins(tmp_path: Path) -> None:
     for t in threads:
         t.join()
     assert (len(made), len(refused)) == (1, 3)
-    assert hslake.open(tmp_path / "l").spec == made[0].spec
+    lake = hslake.open(tmp_path / "l")
+    assert lake.spec == made[0].spec
+    k = int(lake.spec.model.name[1:])
+    assert lake.store.read("model/final_norm/c/0") == (WEIGHT + np.uint16(k)).tobytes()
 
 
 def test_interrupted_create_can_be_repeated(
@@ -175,6 +182,10 @@ def test_interrupted_create_can_be_repeated(
             hslake.create(tmp_path / "l", **settings)
     with pytest.raises(Missing, match="no lake"):
         hslake.open(tmp_path / "l")
+    other = write_model(tmp_path / "other", WEIGHT + np.uint16(1))
+    for another in ({"model_config": other}, {"hidden_size": 8, "num_layers": 4}):
+        with pytest.raises(InvalidInput, match="another model's norm"):
+            hslake.create(tmp_path / "l", capture="1", **another)
     assert hslake.create(tmp_path / "l", **settings).version == 0
 
 
@@ -204,3 +215,39 @@ def test_fingerprint(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}), "utf-8")
     with pytest.raises(Missing, match=r"model-2\.safetensors"):
         model_fingerprint(tmp_path / "a")
+
+
+def test_read(tmp_path: Path) -> None:
+    lake = hslake.create(tmp_path / "l", hidden_size=8, num_layers=4, streams=[1, 3, "final"])
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 0x3FFF, (3, 300, 8), dtype=np.uint16)
+    token_ids, mask = np.arange(300, dtype=np.int32), np.ones(300, np.uint8)
+    sums = [sample_checksum(s) for s in truth]
+    segment = new_segment_id()
+    info = write_segment(
+        lake.store, lake.spec, segment, [SegmentSample("A1-0", list(truth), token_ids, mask, sums)]
+    )
+    row = {
+        "op": ["add"], "sample_id": ["A1-0"], "source": ["A1"], "split": ["train"],
+        "length": [300], "segment_id": [segment], "segment_tokens": [info.tokens],
+        "token_start": [dict(info.placements)["A1-0"]],
+    }  # fmt: skip
+    catalog.commit(lake.store, "manifest", lambda _: pa.table(row), segment)
+    with pytest.raises(Missing, match="refresh"):
+        lake.read("A1-0")  # pinned at the version before
+    lake = lake.refresh()
+    sample = lake.read("A1-0")
+    assert np.array_equal(sample.hidden_states, truth)
+    assert np.array_equal(sample.input_ids, token_ids) and np.array_equal(sample.loss_mask, mask)
+    assert (sample.source, sample.split, sample.length, sample.dtype) == (
+        "A1", "train", 300, "bfloat16",
+    )  # fmt: skip
+    part = lake.read("A1-0", streams=["final", 1], rows=slice(250, 260))
+    assert part.streams == ("final", "1") and part.length == 300
+    assert np.array_equal(part.hidden_states, truth[[2, 0], 250:260])
+    assert np.array_equal(part.input_ids, token_ids[250:260])
+    with pytest.raises(InvalidInput, match="stream"):
+        lake.read("A1-0", streams=["2"])
+    assert hslake.open(lake.url, version=0).sql("select * from samples").fetchall() == []
+    found = lake.sql("select length from samples where sample_id = $i", {"i": "A1-0"}).fetchall()
+    assert found == [(300,)]

@@ -362,9 +362,7 @@ def test_reads_through_fsspec(tmp_path: Path) -> None:
             query.execute(con, "select * from read_text('memory://lake/other.txt')")
 
 
-def test_spills_to_a_directory_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spills_to_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HSLAKE_DUCKDB_MEMORY", "64MB")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with query.connect_files({"manifest": [], "plan": []}, SPEC) as con:

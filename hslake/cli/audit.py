@@ -36,9 +36,7 @@ def audit(
     if json:
         print_json(result)
     else:
-        print_pairs(
-            hslake.audit.lines(result), f"{result.lake} at version {result.version}"
-        )
+        print_pairs(hslake.audit.lines(result), f"{result.lake} at version {result.version}")
         if result.report:
             print(f"  report written to {result.report}")
     if not result.passed:

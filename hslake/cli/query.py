@@ -43,9 +43,7 @@ class Format(StrEnum):
     "hslake query --list",
 )
 def query(
-    lake: Annotated[
-        str, typer.Argument(metavar="LAKE", help="Directory or URL of the lake.")
-    ] = "",
+    lake: Annotated[str, typer.Argument(metavar="LAKE", help="Directory or URL of the lake.")] = "",
     sql: Annotated[
         str,
         typer.Argument(metavar="SQL|NAME", help="A SELECT statement, or a named query; - = stdin."),

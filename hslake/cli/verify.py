@@ -43,7 +43,9 @@ def verify(
     ] = None,
     quarantine: Annotated[
         bool,
-        typer.Option("--quarantine", help="Hide damaged samples, so that extract fetches them anew."),
+        typer.Option(
+            "--quarantine", help="Hide damaged samples, so that extract fetches them anew."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:

@@ -36,9 +36,7 @@ def log(
         print_json(shown)
         return
     if shown:
-        cells = [
-            [", ".join(v) if k == "pins" else v for k, v in row.items()] for row in shown
-        ]
+        cells = [[", ".join(v) if k == "pins" else v for k, v in row.items()] for row in shown]
         print_table(list(shown[0]), cells)
     else:
         print("no version has samples yet")

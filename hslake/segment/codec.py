@@ -140,9 +140,7 @@ def encode_tokens(values: np.ndarray) -> bytes:
     return body + crc(body)
 
 
-def decode_tokens(
-    data: bytes | memoryview, dtype: np.dtype, count: int, where: str
-) -> np.ndarray:
+def decode_tokens(data: bytes | memoryview, dtype: np.dtype, count: int, where: str) -> np.ndarray:
     """Verify and decode one inner chunk of `count` tokens; raises Corrupt naming `where`."""
     body = strip_crc(data, where)
     expected = f"{count} values of {dtype}"

@@ -62,11 +62,15 @@ def load(store: Store, segment_id: str, expected_digest: str | None = None) -> l
     try:
         data = store.read(path)
     except Missing:
-        raise Corrupt(f"segment {segment_id}: {where} is missing: the segment was never "
-                      "finished or has lost it") from None
+        raise Corrupt(
+            f"segment {segment_id}: {where} is missing: the segment was never "
+            "finished or has lost it"
+        ) from None
     if expected_digest is not None and digest(data) != expected_digest:
-        raise Corrupt(f"{where}: SHA-256 {digest(data)}, the manifest says {expected_digest}: "
-                      "the inventory was changed after the commit")
+        raise Corrupt(
+            f"{where}: SHA-256 {digest(data)}, the manifest says {expected_digest}: "
+            "the inventory was changed after the commit"
+        )
     found, objects = parse(data, where)
     if found != segment_id:
         raise Corrupt(f"{where}: it is the inventory of segment {found}, expected {segment_id}")

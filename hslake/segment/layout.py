@@ -132,8 +132,11 @@ def metadata_documents(spec: LakeSpec, segment_id: str, tokens: int) -> dict[str
     `tokens` is the length of the token axis, a multiple of the chunk.
     """
     attributes = {
-        "hslake": {"format_version": spec.format_version, "lake_id": spec.lake_id,
-                   "segment_id": segment_id}
+        "hslake": {
+            "format_version": spec.format_version,
+            "lake_id": spec.lake_id,
+            "segment_id": segment_id,
+        }
     }
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     grid, hidden = hidden_grid(spec), spec.hidden_size

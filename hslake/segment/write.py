@@ -122,8 +122,13 @@ def _encode_sample(
     size = spec.geometry.chunk_tokens
     jobs = [
         [
-            pool.submit(_encode, spec, rows[at : at + size], at,
-                        f"sample {sample.sample_id}, stream {stream}, row {at}, just encoded")
+            pool.submit(
+                _encode,
+                spec,
+                rows[at : at + size],
+                at,
+                f"sample {sample.sample_id}, stream {stream}, row {at}, just encoded",
+            )
             for at in range(0, length, size)
         ]
         for stream, rows in zip(spec.streams, sample.hidden, strict=True)
@@ -212,6 +217,4 @@ def write_segment(
     store.put(objects.prefix + INVENTORY, text)
     objects.confirm(INVENTORY, len(text))
     stored = sum(o.size for o in objects.written) + len(text)
-    return SegmentInfo(
-        segment_id, placements, tokens, raw_bytes, stored, inventory.digest(text)
-    )
+    return SegmentInfo(segment_id, placements, tokens, raw_bytes, stored, inventory.digest(text))

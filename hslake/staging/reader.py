@@ -92,7 +92,9 @@ def _fold(reserved: dict[tuple[str, int], Reserved], row: dict[str, Any], path: 
     elif key not in reserved:
         raise Corrupt(f"{path / JOURNAL}: {row['event']} of {key[0]} without its reservation")
     elif row["event"] == "complete":
-        lists = {n: tuple(row[n]) for n in ("checksum", "rms", "absmax", "nonfinite")}
+        lists: dict[str, Any] = {
+            n: tuple(row[n]) for n in ("checksum", "rms", "absmax", "nonfinite")
+        }
         reserved[key] = replace(reserved[key], state="complete", at=row["at"], **lists)
     else:
         reserved[key] = replace(reserved[key], state="abandoned", reason=row["reason"])

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hslake.lake import Lake
+import torch
 
 import hslake
-import torch
 from hslake.errors import Corrupt, InvalidInput, Missing, NoSpace
 from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.ids import RequestId, new_attempt
+from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec
 from hslake.staging import StagingWriter, read_part, scan

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
 from examples.sglang_cpu import cpu_server
 from hslake.plan import plan_files
-from hslake_sglang.process import ServerProcess, free_port
 
 CHUNK = 32
 THREADS = 2

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from hslake.checksum import row_stats, rows_checksum, sample_checksum, to_float32
-from hslake.ids import RequestId
 from hslake_sglang import capture as module
 from hslake_sglang.capture import Capture
 from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs
+
+from hslake.checksum import row_stats, rows_checksum, sample_checksum, to_float32
+from hslake.ids import RequestId
 from tests.patch.recording import RecordingWriter, Slot
 from tests.patch.toy import VOCAB, Toy, make_batch, make_spec
 

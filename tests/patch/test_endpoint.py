@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hslake_sglang import endpoint, report
 
 from hslake.errors import InvalidInput
-from hslake_sglang import endpoint, report
 
 RUN = "run1"
 

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from hslake_sglang import flags, versions
 
 from hslake.errors import InvalidInput
-from hslake_sglang import flags, versions
 
 MODEL = ["--model-path", "m"]
 

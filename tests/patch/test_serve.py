@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-from hslake.errors import CheckFailed, InvalidInput, Missing
 from hslake_sglang import serve, settings
 from hslake_sglang.process import ServerProcess, free_port
+
+from hslake.errors import CheckFailed, InvalidInput, Missing
 from tests.patch.toy import make_spec
 
 SPEC = make_spec(("2", "final"), "bfloat16")

@@ -4,9 +4,9 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from hslake_sglang import plugin, settings
 
 from hslake.errors import InvalidInput, Missing, NoSpace
-from hslake_sglang import plugin, settings
 from tests.patch.toy import make_spec
 
 SPEC = make_spec(("2", "final"))

@@ -1,11 +1,11 @@
 """Rows of a forward pass to samples: exact for every mix of chunks, decode rows and strangers."""
 
 import pytest
+from hslake_sglang.split import Piece, real_rows, split_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hslake.ids import RequestId
-from hslake_sglang.split import Piece, real_rows, split_batch
 
 LAKE = "0123abcd"
 

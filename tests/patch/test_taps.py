@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs, text_model, unpack_aux
 from torch import nn
 
 from hslake.errors import InvalidInput
-from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs, text_model, unpack_aux
-
 from tests.patch.toy import HIDDEN, LAYERS, Toy, make_spec
 
 ALL = ("0", "1", "2", "3", "4", "final")

@@ -434,6 +434,18 @@ def test_the_budget_ends_a_run_on_a_broken_lake(hurt, mode):
     assert all(name in str(caught.value) for name in names)
 
 
+def test_a_shard_that_is_gone_costs_its_samples_and_is_not_read_as_zeros(tmp_path):
+    made = make_lake(tmp_path, lengths=[20, 30], hidden=8)
+    old = made.samples.keys() - set(made.add([40]))
+    segment = made.lake.location(next(iter(old))).segment_id
+    (tmp_path / "lake/segments" / segment / "hidden_states/c/0/0/0").unlink()
+    loader = small(HiddenStateDataset(made.lake), on_error="skip")
+    (batch,) = list(loader)
+    assert set(batch["sample_ids"]) == made.samples.keys() - old
+    assert {d.sample_id for d in loader.damaged} == old
+    assert all(d.segment_id == segment and "missing" in d.error for d in loader.damaged)
+
+
 def test_a_batch_with_nothing_left_becomes_padding(hurt):
     made, _ = hurt
     ds = HiddenStateDataset(made.lake, where="length = 700")

@@ -1,0 +1,454 @@
+"""`hslake extract`: drives servers until every planned sample is captured. Resumable.
+
+There is no state of its own to keep: what is committed stands in the manifest, what is captured and
+waits for the compactor stands in staging, and everything else is asked for.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import hslake
+from hslake.drive import Driver, Limits
+from hslake.errors import CheckFailed, InvalidInput, Missing
+from hslake.lake import Lake
+from hslake.progress import ProgressMaker, Silent
+from hslake.server import Server, ServerDown, ServerStatus, new_session, parse_status
+from hslake.slot import unfit
+from hslake.spec import LakeSpec
+from hslake.worklist import (
+    Item,
+    Worklist,
+    captured_attempts,
+    read_ids,
+    waiting_samples,
+    worklist,
+)
+
+INTERRUPTED = "interrupted"
+LIMITED = "beyond --limit"
+_SHOWN = 1000  # missing samples listed by id
+_LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
+
+
+@dataclass(frozen=True)
+class MissingSample:
+    """A planned sample that is neither committed nor waiting in staging, and why."""
+
+    sample_id: str
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerUse:
+    """What one server did in this call. `state`: "up", or why it is set aside."""
+
+    url: str
+    state: str
+    captured: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    outages: int = 0
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """The end of one call.
+
+    `planned`, `committed`, `waiting` (captured, not committed yet) and `missing` (reason -> samples)
+    speak of the plan's samples that --where selects; `captured` and what follows of this call.
+    `complete`: nothing is missing. `message` is the last line a person reads.
+    """
+
+    lake: str
+    complete: bool
+    interrupted: bool
+    planned: int
+    planned_tokens: int
+    committed: int
+    waiting: int
+    missing: dict[str, int]
+    missing_samples: list[MissingSample]
+    captured: int
+    captured_tokens: int
+    retried: int
+    dropped: int
+    servers: list[ServerUse]
+    seconds: float
+    message: str
+
+    @property
+    def passed(self) -> bool:
+        """Complete, or only short of what --limit left out."""
+        return not self.interrupted and all(reason == LIMITED for reason in self.missing)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def extract(
+    lake_url: str,
+    servers: Sequence[str],
+    *,
+    concurrency: int | None = None,
+    limit: int | None = None,
+    where: str | None = None,
+    order: str | None = None,
+    staging: Sequence[str | Path] = (),
+    limits: Limits | None = None,
+    progress: ProgressMaker = Silent,
+) -> ExtractReport:
+    """Capture what is planned and neither committed nor waiting in staging.
+
+    `servers`: URLs of servers started with `hslake serve`; `concurrency`: requests on their way to
+    each; `limit`: samples to ask for in this call; `where`, `order`: SQL over the plan's columns
+    (default order: md5 of the sample id, which mixes lengths); `staging`: staging folders on this
+    machine that also tell what is captured (of servers that have ended). Ctrl-C and SIGTERM end the
+    call early with `interrupted` set; a second one ends it at once.
+
+    Raises InvalidInput (bad SQL, another lake's server), Missing (no lake, no plan, no server
+    answers), CheckFailed (no server is ready to capture). An incomplete run is a report, not an
+    error.
+    """
+
+    async def main() -> ExtractReport:
+        stop = asyncio.Event()
+        with _signals(stop):
+            return await extract_async(
+                lake_url,
+                servers,
+                concurrency=concurrency,
+                limit=limit,
+                where=where,
+                order=order,
+                staging=staging,
+                limits=limits,
+                progress=progress,
+                stop=stop,
+            )
+
+    return asyncio.run(main())
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first SIGINT or SIGTERM sets `stop`; the handlers are gone then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    both = (signal.SIGINT, signal.SIGTERM)
+
+    def remove() -> None:
+        for one in both:
+            loop.remove_signal_handler(one)
+
+    def handle() -> None:
+        stop.set()
+        remove()
+
+    for one in both:
+        loop.add_signal_handler(one, handle)
+    try:
+        yield
+    finally:
+        remove()
+
+
+async def extract_async(
+    lake_url: str,
+    servers: Sequence[str],
+    *,
+    concurrency: int | None = None,
+    limit: int | None = None,
+    where: str | None = None,
+    order: str | None = None,
+    staging: Sequence[str | Path] = (),
+    limits: Limits | None = None,
+    progress: ProgressMaker = Silent,
+    stop: asyncio.Event | None = None,
+) -> ExtractReport:
+    """`extract` inside a running event loop. `stop`, once set, ends it early."""
+    bounds = limits or Limits()
+    if concurrency is not None:
+        bounds = replace(bounds, requests=concurrency)
+    for what, value in (("concurrency", bounds.requests), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{what}: found {value}, expected at least 1")
+    if not servers:
+        raise InvalidInput("no server given: name at least one with --server http://HOST:PORT")
+    urls = list(dict.fromkeys(servers))
+    run = _Run(lake_url, where, order, limit, [Path(s) for s in staging], bounds, progress)
+    run.stop = stop or asyncio.Event()
+    async with new_session() as session:
+        run.servers = [
+            Server(
+                url,
+                session,
+                request_timeout=bounds.request_timeout,
+                status_timeout=bounds.status_timeout,
+            )
+            for url in urls
+        ]
+        return await run.all()
+
+
+class _Run:
+    """One call: passes over what is missing, until nothing is or a pass brings nothing."""
+
+    def __init__(
+        self,
+        lake_url: str,
+        where: str | None,
+        order: str | None,
+        limit: int | None,
+        staging: list[Path],
+        limits: Limits,
+        progress: ProgressMaker,
+    ) -> None:
+        self.lake_url, self.where, self.order, self.limit = lake_url, where, order, limit
+        self.staging, self.limits, self.progress = staging, limits, progress
+        self.servers: list[Server] = []
+        self.stop = asyncio.Event()
+        self.start = time.monotonic()
+        self.stopped: str | None = None
+        self.captures: Counter[str] = Counter()  # sample id -> acknowledgements in this call
+        self.writers: dict[str, str] = {}  # sample id -> writer of the last of them
+        self.gave_up: dict[str, str] = {}  # sample id -> why it is not asked for again
+        self.tokens = self.retried = self.dropped = 0
+        self.uses: dict[str, ServerUse] = {}
+
+    async def all(self) -> ExtractReport:
+        spec = (await asyncio.to_thread(hslake.open, self.lake_url)).spec
+        statuses = await self._first_look(spec)
+        while True:
+            # Staging first: what is committed in between is then seen twice, not never.
+            lake = await asyncio.to_thread(hslake.open, self.lake_url)
+            listing = await asyncio.to_thread(worklist, lake, self.where, self.order)
+            self._check_plan(listing)
+            waiting = await asyncio.to_thread(self._waiting, lake, listing, statuses)
+            todo = self._todo(listing, waiting)
+            if not todo or self.stopped or self.stop.is_set():
+                return self._report(listing, waiting, todo)
+            before = sum(self.captures.values())
+            await self._drive(lake, todo)
+            statuses = await self._statuses()
+            if sum(self.captures.values()) == before and not self.stopped:
+                self.stopped = "not captured"
+
+    # -- what is there -------------------------------------------------------------------------
+
+    async def _first_look(self, spec: LakeSpec) -> list[ServerStatus]:
+        """Every server's status; an error now rather than a long wait for what cannot work."""
+        found = await asyncio.gather(*(_whole_status(s) for s in self.servers))
+        ready, problems = [], []
+        for server, status in zip(self.servers, found, strict=True):
+            if isinstance(status, ServerDown):
+                problems.append(str(status))
+                continue
+            problem = unfit(status, spec.lake_id)
+            if problem is None:
+                ready.append(status)
+                continue
+            problem = f"{server.url}: {problem}"
+            if status.lake_id not in (None, spec.lake_id):
+                raise InvalidInput(problem)
+            problems.append(problem)
+        if ready:
+            return [*ready, *await asyncio.to_thread(self._local)]
+        hint = "start one with `hslake serve LAKE --staging DIR -- …`"
+        if all(isinstance(s, ServerDown) for s in found):
+            raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
+        raise CheckFailed("no server is ready to capture: " + "; ".join(problems))
+
+    async def _statuses(self) -> list[ServerStatus]:
+        """Status of all servers that answer, and of local staging."""
+        found = await asyncio.gather(*(_whole_status(s) for s in self.servers))
+        answers = [s for s in found if isinstance(s, ServerStatus)]
+        return [*answers, *await asyncio.to_thread(self._local)]
+
+    def _local(self) -> list[ServerStatus]:
+        from hslake.staging import read_status
+
+        found: list[ServerStatus] = []
+        for root in self.staging:
+            status, cursors = None, {}
+            while status is None or status.more:
+                status = parse_status(read_status(root, cursors), str(root))
+                cursors = status.cursors
+                found.append(status)
+        return found
+
+    def _waiting(self, lake: Lake, listing: Worklist, statuses: list[ServerStatus]) -> set[str]:
+        """Samples not committed in `listing` that are captured and lie in staging."""
+        missing = {item.sample_id for item in listing.missing}
+        attempts = {
+            attempt: sample
+            for attempt, sample in captured_attempts(statuses).items()
+            if sample in missing
+        }
+        waiting = waiting_samples(lake, attempts)
+        # A writer that no server shows any more has ended; what it acknowledged lies in its staging
+        # until the compactor comes, so its word stands.
+        shown = {w.writer for status in statuses for w in status.writers}
+        return waiting | {s for s, w in self.writers.items() if s in missing and w not in shown}
+
+    def _check_plan(self, listing: Worklist) -> None:
+        if listing.planned:
+            return
+        if self.where:
+            raise InvalidInput(f"--where {self.where!r} selects no planned sample")
+        raise Missing(
+            f"nothing is planned in {self.lake_url}: register samples with `hslake plan LAKE FILE`"
+        )
+
+    def _todo(self, listing: Worklist, waiting: set[str]) -> list[Item]:
+        todo = []
+        for item in listing.missing:
+            name = item.sample_id
+            if name in waiting or name in self.gave_up:
+                continue
+            if self.captures[name] >= _LOST:
+                self.gave_up[name] = (
+                    f"captured {_LOST} times but never committed: see what `hslake compact` says"
+                )
+                continue
+            todo.append(item)
+        if self.limit is not None:
+            todo = todo[: max(0, self.limit - len(self.captures) - len(self.gave_up))]
+        return todo
+
+    # -- the work ------------------------------------------------------------------------------
+
+    async def _drive(self, lake: Lake, todo: list[Item]) -> None:
+        tokens = sum(item.length for item in todo)
+        with self.progress(tokens, "extract (tokens)") as bar:
+
+            def captured(item: Item, writer: str) -> None:
+                self.captures[item.sample_id] += 1
+                self.writers[item.sample_id] = writer
+                bar.advance(item.length)
+
+            driver = Driver(
+                lake.spec.lake_id,
+                self.servers,
+                todo,
+                lambda items: read_ids(lake, items),
+                limits=self.limits,
+                on_captured=captured,
+                on_note=bar.note,
+            )
+            stopper = asyncio.create_task(self._stop(driver))
+            try:
+                await driver.run()
+            finally:
+                stopper.cancel()
+                self._collect(driver)
+
+    async def _stop(self, driver: Driver) -> None:
+        await self.stop.wait()
+        driver.stop(INTERRUPTED)
+
+    def _collect(self, driver: Driver) -> None:
+        self.gave_up |= driver.refused
+        self.gave_up |= {
+            name: f"failed {self.limits.tries} times, last: {why}"
+            for name, why in driver.failed.items()
+        }
+        self.stopped = driver.stopped
+        self.tokens += driver.captured_tokens
+        self.retried += driver.retried
+        self.dropped += driver.dropped
+        for slot in driver.slots:
+            old = self.uses.get(slot.server.url, ServerUse(slot.server.url, ""))
+            self.uses[slot.server.url] = ServerUse(
+                slot.server.url,
+                slot.reason,
+                old.captured + slot.captured,
+                old.tokens + slot.tokens,
+                old.dropped + slot.dropped,
+                old.outages + slot.outages,
+            )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _report(self, listing: Worklist, waiting: set[str], todo: list[Item]) -> ExtractReport:
+        interrupted = self.stop.is_set() and bool(todo)
+        asked = {item.sample_id for item in todo}
+        counts: Counter[str] = Counter()
+        shown: dict[str, str] = {}  # reasons that differ only in numbers are one
+        samples: list[MissingSample] = []
+        for item in listing.missing:
+            name = item.sample_id
+            if name in waiting:
+                continue
+            why = self.gave_up.get(name)
+            if why is None and name in asked:
+                why = INTERRUPTED if interrupted else self.stopped or "not captured"
+            why = why or LIMITED
+            key = shown.setdefault(re.sub(r"\d[\d,.]*", "#", why), why)
+            counts[key] += 1
+            if len(samples) < _SHOWN:
+                samples.append(MissingSample(name, item.length, why))
+        missing = dict(counts.most_common())
+        report = ExtractReport(
+            lake=self.lake_url,
+            complete=not missing,
+            interrupted=interrupted,
+            planned=listing.planned,
+            planned_tokens=listing.planned_tokens,
+            committed=listing.committed,
+            waiting=len(waiting),
+            missing=missing,
+            missing_samples=samples,
+            captured=sum(self.captures.values()),
+            captured_tokens=self.tokens,
+            retried=self.retried,
+            dropped=self.dropped,
+            servers=[self.uses.get(s.url, ServerUse(s.url, "not used")) for s in self.servers],
+            seconds=time.monotonic() - self.start,
+            message="",
+        )
+        return replace(report, message=_last_line(report, self.where))
+
+
+async def _whole_status(server: Server) -> ServerStatus | ServerDown:
+    """All events that the server still knows, in one status."""
+    try:
+        status = await server.status()
+        events = {w.writer: list(w.events) for w in status.writers}
+        while status.more:
+            status = await server.status(status.cursors)
+            for writer in status.writers:
+                events.setdefault(writer.writer, []).extend(writer.events)
+    except ServerDown as error:
+        return error
+    writers = tuple(
+        replace(w, events=tuple(e for e in events.get(w.writer, ()))) for w in status.writers
+    )
+    return replace(status, writers=writers)
+
+
+def _last_line(report: ExtractReport, where: str | None) -> str:
+    selected = "selected" if where else "planned"
+    there = f"{report.committed:,} committed"
+    if report.waiting:
+        there += f", {report.waiting:,} captured and waiting in staging for `hslake compact`"
+    if report.complete:
+        return f"complete: all {report.planned:,} {selected} samples are captured ({there})"
+    gone = sum(report.missing.values())
+    why = "; ".join(f"{n:,} {reason}" for reason, n in report.missing.items())
+    head = "interrupted" if report.interrupted else "done as far as asked" * report.passed
+    end = ". The same command again continues" if report.interrupted else ""
+    return (
+        f"{head or 'incomplete'}: {gone:,} of {report.planned:,} {selected} samples are missing: "
+        f"{why} ({there}){end}"
+    )

@@ -1,0 +1,448 @@
+"""Extraction against simulated servers: what is captured, asked again, refused, resumed."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hslake
+from hslake.compact import compact
+from hslake.drive import Limits
+from hslake.errors import CheckFailed, InvalidInput, Missing
+from hslake.extract import ExtractReport, extract, extract_async
+from hslake.ids import RequestId
+from hslake.staging import read_status
+from tests.fakeserver import FakeServer, states_of
+from tests.lakes import MadeLake, random_states
+
+FAST = Limits(
+    requests=8,
+    patience=20,
+    request_timeout=20,
+    ack_timeout=0.5,
+    backoff=0.02,
+    backoff_max=0.2,
+    poll_min=0.005,
+    poll_max=0.05,
+    strikes=2,
+)
+
+
+@dataclass
+class World:
+    """A lake with a plan, its staging, and whatever runs on it."""
+
+    made: MadeLake
+    names: list[str]
+
+    @property
+    def url(self) -> str:
+        return self.made.url
+
+    @property
+    def staging(self) -> Path:
+        return self.made.staging
+
+    def serve(self, **options: object) -> FakeServer:
+        return FakeServer(self.url, self.staging, **options)  # type: ignore[arg-type]
+
+    def extract(self, *servers: FakeServer, **options: object) -> ExtractReport:
+        options = {"limits": FAST, **options}
+        return extract(self.url, [s.url for s in servers], **options)  # type: ignore[arg-type]
+
+    def check_lake(self) -> None:
+        """Everything planned is in the lake, once, and is what the server computed."""
+        compact(self.url, [self.staging])
+        lake = hslake.open(self.url)
+        rows = lake.sql("select sample_id from samples").fetchall()
+        assert sorted(r[0] for r in rows) == sorted(self.names)
+        for name in self.names:
+            sample, ids = lake.read(name), self.made.samples[name].input_ids
+            np.testing.assert_array_equal(sample.input_ids, ids)
+            np.testing.assert_array_equal(sample.hidden_states, states_of(lake.spec, ids))
+
+
+def make_world(folder: Path, lengths: list[int]) -> World:
+    lake = hslake.create(
+        folder / "lake", streams=[2, 4, 6, "final"], hidden_size=8, num_layers=8, name="test"
+    )
+    made = MadeLake(lake.url, folder / "staging", random_states(4, 8, "bfloat16"))
+    made.staging.mkdir()
+    return World(made, made.plan(lengths) if lengths else [])
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    rng = random.Random(3)
+    return make_world(tmp_path, [rng.randint(1, 300) for _ in range(60)])
+
+
+@dataclass
+class Beside:
+    """A compactor in a thread, as `compact --watch` would be in its process."""
+
+    stop: threading.Event
+    thread: threading.Thread
+
+
+@pytest.fixture
+def compacting() -> Iterator[Callable[[World], None]]:
+    running: list[Beside] = []
+
+    def start(world: World) -> None:
+        stop = threading.Event()
+        work = threading.Thread(
+            target=compact,
+            args=(world.url, [world.staging]),
+            kwargs={"watch": True, "stop": stop.is_set, "interval_s": 0.05},
+        )
+        work.start()
+        running.append(Beside(stop, work))
+
+    yield start
+    for one in running:
+        one.stop.set()
+        one.thread.join(30)
+
+
+def once(**actions: int) -> Callable[[RequestId, int], str]:
+    """A script: shares of the samples (in percent) that meet each action at their first attempt."""
+    rng = random.Random(5)
+
+    def script(rid: RequestId, nth: int) -> str:
+        at = rng.randrange(100)
+        for action, share in actions.items():
+            if nth == 0 and at < share:
+                return action.replace("_", "-")
+            at -= share
+        return "ok"
+
+    return script
+
+
+# -- plain runs ---------------------------------------------------------------------------------
+
+
+def test_captures_everything_once_and_waits_for_the_compactor(world: World) -> None:
+    with world.serve(part_tokens=4096, max_parts=4) as server:
+        report = world.extract(server)
+        assert report.complete and report.passed and report.captured == len(world.names)
+        assert report.waiting == len(world.names) and report.committed == 0
+        assert report.message.startswith("complete: all 60 planned samples are captured")
+        assert set(server.captured.values()) == {1} and len(server.requests) == 60
+        assert not server.violations and server.no_space == 0
+        assert server.most_open <= FAST.requests
+        # Nothing is asked for again while it waits in staging, nor once it is committed.
+        assert world.extract(server).captured == 0
+        compact(world.url, [world.staging])
+        again = world.extract(server)
+        assert again.complete and again.committed == 60 and again.waiting == 0
+        assert len(server.requests) == 60
+    world.check_lake()
+
+
+def test_drops_and_errors_are_asked_again(world: World) -> None:
+    script = once(drop=15, error=15, silent=10, late_error=10, abort=10, refuse=10)
+    with world.serve(part_tokens=8192, max_parts=4, script=script) as server:
+        report = world.extract(server)
+        assert report.complete and report.retried >= 20 and report.dropped >= 3
+        assert set(server.captured) == set(world.names)
+        # Only a server that fails after capturing is asked twice, unless its event came in time.
+        assert set(server.captured.values()) <= {1, 2}
+        assert not server.violations
+        attempts = [r.attempt for r in server.requests]
+        assert len(set(attempts)) == len(attempts)
+    world.check_lake()
+
+
+def test_never_more_than_staging_holds(world: World, compacting: Callable[[World], None]) -> None:
+    # 600 rows in all for 9,000 tokens: only the compactor lets it go on.
+    compacting(world)
+    with world.serve(part_tokens=300, max_parts=2, delay=0.005) as server:
+        report = world.extract(server, limits=replace(FAST, requests=16))
+        assert report.complete, report.message
+        assert server.violations == [] and server.no_space == 0
+        assert report.retried == 0
+    world.check_lake()
+
+
+def test_tokens_in_flight_are_bounded(world: World) -> None:
+    with world.serve(part_tokens=16_384, delay=0.02) as server:
+        world.extract(server, limits=replace(FAST, requests=64, tokens=600))
+        # At most 600 tokens of samples of 150 on average.
+        assert 1 < server.most_open <= 30
+        assert set(server.captured.values()) == {1}
+
+
+def test_full_staging_ends_with_the_reason(world: World) -> None:
+    with world.serve(part_tokens=400, max_parts=2) as server:
+        report = world.extract(server, limits=replace(FAST, patience=0.5))
+        assert not report.complete and not report.passed
+        assert "staging is full: is `hslake compact --watch` running?" in report.message
+        assert 0 < report.waiting < 60
+        assert sum(report.missing.values()) == 60 - report.waiting
+        assert server.violations == []
+
+
+# -- servers ------------------------------------------------------------------------------------
+
+
+def test_two_servers_share_the_work(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.01) as a:
+        with world.serve(part_tokens=8192, delay=0.01) as b:
+            report = world.extract(a, b)
+            assert report.complete
+            assert sum((a.captured + b.captured).values()) == 60
+            assert min(len(a.requests), len(b.requests)) >= 10
+            assert [s.captured for s in report.servers] == [len(a.captured), len(b.captured)]
+    world.check_lake()
+
+
+def test_a_dead_server_is_set_aside_and_comes_back(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+
+        def kill() -> None:
+            wait_until(lambda: len(server.captured) >= 10)
+            server.die()
+            time.sleep(0.3)
+            server.start()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        report = world.extract(server)
+        killer.join()
+        assert report.complete and report.servers[0].outages == 1, report
+        assert server.lives == 2
+    world.check_lake()
+
+
+def test_the_other_server_takes_over(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as a, world.serve(part_tokens=8192) as b:
+        killer = threading.Thread(
+            target=lambda: (wait_until(lambda: len(a.requests) >= 4), a.die())
+        )
+        killer.start()
+        report = world.extract(a, b)
+        killer.join()
+        assert report.complete
+        assert report.servers[0].state != "up" and report.servers[1].state == "up"
+    world.check_lake()
+
+
+def test_all_servers_gone_for_good(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+        threading.Thread(
+            target=lambda: (wait_until(lambda: len(server.captured) >= 5), server.die())
+        ).start()
+        report = world.extract(server, limits=replace(FAST, patience=0.5))
+        assert not report.passed and "no server answers" in report.message
+        # Its staging is still there: with it, only the rest is asked for.
+        with world.serve(part_tokens=8192) as fresh:
+            more = world.extract(fresh, staging=[world.staging])
+            assert more.complete and len(fresh.requests) == 60 - len(server.captured)
+    world.check_lake()
+
+
+def test_a_server_whose_hook_fails_is_set_aside(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.02) as a, world.serve(part_tokens=8192) as b:
+        threading.Thread(
+            target=lambda: (wait_until(lambda: len(a.captured) >= 4), a.disarm("it broke"))
+        ).start()
+        report = world.extract(a, b)
+        assert report.complete and "it broke" in report.servers[0].state
+    world.check_lake()
+
+
+def test_no_server_and_wrong_servers(world: World) -> None:
+    with pytest.raises(Missing, match="no server answers"):
+        extract(world.url, ["http://127.0.0.1:9"])
+    with pytest.raises(InvalidInput, match="expected an address"):
+        extract(world.url, ["localhost"])
+    with pytest.raises(InvalidInput, match="no server given"):
+        extract(world.url, [])
+    with world.serve() as server:
+        server.status_lake_id = "0" * 32
+        with pytest.raises(InvalidInput, match="it captures for lake 0000"):
+            world.extract(server)
+        server.status_lake_id = None
+        server.disarm("no final norm found")
+        with pytest.raises(CheckFailed, match="not armed: no final norm found"):
+            world.extract(server)
+        assert server.requests == []
+
+
+# -- samples that cannot be captured ------------------------------------------------------------
+
+
+def test_too_long_for_parts_or_context(tmp_path: Path) -> None:
+    world = make_world(tmp_path, [50, 1500, 60, 700])
+    with world.serve(part_tokens=1024, context=600) as server:
+        report = world.extract(server)
+        assert not report.passed and report.captured == 2
+        assert {m.sample_id for m in report.missing_samples} == {world.names[1], world.names[3]}
+        assert "2 longer than the server takes (599 tokens)" in report.message
+        assert len(server.requests) == 2
+    with world.serve(part_tokens=1024) as server:
+        report = world.extract(server, staging=[world.staging])
+        assert report.captured == 1
+        assert "1 longer than a staging part (1,024 tokens)" in report.message
+
+
+def test_the_larger_of_two_servers_gets_the_long_ones(tmp_path: Path) -> None:
+    world = make_world(tmp_path, [50, 1500, 60, 700, 1400] * 3)
+    with world.serve(part_tokens=512, max_parts=20) as small:
+        with world.serve(part_tokens=2048, max_parts=20) as large:
+            report = world.extract(small, large)
+            assert report.complete, report.message
+            assert {r.length for r in small.requests} <= {50, 60}
+    world.check_lake()
+
+
+def test_refused_and_hopeless_samples_are_named(world: World) -> None:
+    bad, worse = world.names[7], world.names[9]
+
+    def script(rid: RequestId, nth: int) -> str:
+        return {bad: "refuse", worse: "error"}.get(rid.sample_id, "ok")
+
+    with world.serve(part_tokens=8192, script=script) as server:
+        report = world.extract(server, limits=replace(FAST, tries=3))
+        assert report.captured == 58 and not report.passed
+        why = {m.sample_id: m.reason for m in report.missing_samples}
+        assert why[bad] == "refused by the server: HTTP 400: bad tokens"
+        assert why[worse] == "failed 3 times, last: HTTP 500: CUDA error"
+        assert sum(r.sample_id == bad for r in server.requests) == 2
+        assert sum(r.sample_id == worse for r in server.requests) == 3
+
+
+def test_a_server_that_never_captures(world: World) -> None:
+    with world.serve(part_tokens=8192, script=lambda rid, nth: "silent") as server:
+        limits = replace(FAST, tries=2, ack_timeout=0.1)
+        report = world.extract(server, limits=limits, limit=5)
+        assert report.captured == 0
+        assert (
+            report.missing["failed 2 times, last: the server answered but acknowledged no capture"]
+            == 5
+        )
+
+
+# -- selection ----------------------------------------------------------------------------------
+
+
+def test_where_order_and_limit(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        report = world.extract(
+            server,
+            where="source = 'A1' and length > 20 -- the first source",
+            order="length desc",
+            limit=4,
+            concurrency=1,
+        )
+        assert report.captured == 4 and report.passed and not report.complete
+        assert report.message.startswith("done as far as asked: ")
+        sent = [r.length for r in server.requests]
+        assert sent == sorted(sent, reverse=True) and {r.source for r in server.requests} == {"A1"}
+        longest = max(len(s.input_ids) for s in world.made.samples.values() if s.source == "A1")
+        assert sent[0] == longest
+        rest = world.extract(server, where="source = 'A1'")
+        assert rest.complete and rest.planned == 20 and rest.captured == 16
+        with pytest.raises(InvalidInput, match="--where 'sorce = 1'"):
+            world.extract(server, where="sorce = 1")
+        with pytest.raises(InvalidInput, match="selects no planned sample"):
+            world.extract(server, where="length > 100000")
+        with pytest.raises(InvalidInput, match="--order 'nothing'"):
+            world.extract(server, order="nothing")
+
+
+def test_nothing_planned(tmp_path: Path) -> None:
+    world = make_world(tmp_path, [])
+    with world.serve() as server, pytest.raises(Missing, match="hslake plan"):
+        world.extract(server)
+
+
+def test_the_default_order_mixes_and_is_fixed(world: World) -> None:
+    orders = []
+    for _ in range(2):
+        with world.serve(part_tokens=16_384, script=lambda rid, nth: "drop") as server:
+            world.extract(server, concurrency=1, limits=replace(FAST, tries=1))
+            orders.append([r.sample_id for r in server.requests])
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+# -- interruption -------------------------------------------------------------------------------
+
+
+async def test_cancelled_and_resumed(world: World) -> None:
+    with world.serve(part_tokens=16_384, delay=0.03) as server:
+        run = asyncio.create_task(extract_async(world.url, [server.url], limits=FAST))
+        while len(server.captured) < 10:
+            await asyncio.sleep(0.01)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert server.aborted  # what was on its way is not computed for nobody
+        await asyncio.sleep(0.2)
+        done = len(server.captured)
+        report = await extract_async(world.url, [server.url], limits=FAST)
+        assert report.complete and report.captured == 60 - done
+        assert set(server.captured.values()) == {1}
+    await asyncio.to_thread(world.check_lake)
+
+
+def test_ctrl_c_reports_and_resumes(world: World) -> None:
+    with world.serve(part_tokens=16_384, delay=0.03) as server:
+
+        def interrupt() -> None:
+            wait_until(lambda: len(server.captured) >= 10)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        report = world.extract(server)
+        assert report.interrupted and not report.passed and 10 <= report.captured < 60
+        assert report.message.startswith("interrupted: ")
+        assert report.message.endswith("The same command again continues")
+        assert report.captured + sum(report.missing.values()) >= 60 - FAST.requests
+        assert world.extract(server).complete
+    world.check_lake()
+
+
+# -- what staging says --------------------------------------------------------------------------
+
+
+def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        world.extract(server)
+        compact(world.url, [world.staging])
+        from tests.hides import hide
+
+        from hslake.catalog import commit  # what `verify --quarantine` does, in short
+
+        hide(world.url, world.names[:2], commit)
+        report = world.extract(server)
+        assert report.captured == 2
+        assert {n for n, c in server.captured.items() if c == 2} == set(world.names[:2])
+
+
+def test_events_come_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hslake.staging.status._MAX_EVENTS", 7)
+    monkeypatch.setattr("hslake.server.EVENTS_A_CALL", 7)
+    with world.serve(part_tokens=16_384) as server:
+        assert world.extract(server).complete
+        assert world.extract(server).captured == 0  # all pages are read before anything is sent
+        assert set(server.captured.values()) == {1}
+    cursor = read_status(world.staging)["writers"][0]["cursor"]
+    assert cursor == 7
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
