@@ -91,7 +91,7 @@ class RowStats:
 
 
 def to_float32(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Values of stored bit patterns: uint16 -> bfloat16/float16 or uint32 -> float32, as float32."""
+    """Values of stored bit patterns: uint16 (bfloat16, float16) or uint32 (float32), as float32."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "float16":

@@ -1,7 +1,7 @@
 """Drives servers until every sample of a worklist is acknowledged, refused or given up.
 
 Nothing counts as captured because a server answered: only the event of its attempt in
-/hslake/status does. What is sent is bounded by requests, by tokens, and by credits: the rows free in
+/hslake/status does. What is sent is bounded by requests, by tokens, and by credits: rows free in
 staging less all that is on its way, so the hook finds room for whatever it is asked to capture.
 """
 

@@ -63,7 +63,7 @@ class ServerUse:
 class ExtractReport:
     """The end of one call.
 
-    `planned`, `committed`, `waiting` (captured, not committed yet) and `missing` (reason -> samples)
+    `planned`, `committed`, `waiting` (captured, uncommitted) and `missing` (reason -> samples)
     speak of the plan's samples that --where selects; `captured` and what follows of this call.
     `complete`: nothing is missing. `message` is the last line a person reads.
     """

@@ -57,7 +57,7 @@ def read_rows(
 
 
 def unused_columns(url: str) -> tuple[str, ...]:
-    """Columns of a Parquet or Arrow file, or keys of a JSONL file's first row, that no plan uses."""
+    """Columns of a Parquet or Arrow file, or keys of JSONL's first row, that no plan uses."""
     with _open(url) as (file, kind):
         if kind == "parquet":
             names = pq.ParquetFile(file).schema_arrow.names

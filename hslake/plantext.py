@@ -1,8 +1,8 @@
-"""Turn `text` and `messages` of a plan file into tokens and a loss mask, with the model's tokenizer.
+"""Tokens and loss mask of `text` and `messages` in a plan file, by the model's tokenizer.
 
-`text` is supervised everywhere. Of `messages`, the assistant's turns are: by the chat template's own
-generation marks where it has them, otherwise by rendering turn by turn, and only where the rendered
-beginnings are exact beginnings of the whole conversation.
+`text` is supervised everywhere. Of `messages`, the assistant's turns are: by the chat template's
+own generation marks where it has them, otherwise by rendering turn by turn, and only where the
+rendered beginnings are exact beginnings of the whole conversation.
 """
 
 from pathlib import Path

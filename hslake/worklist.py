@@ -13,7 +13,7 @@ from hslake.errors import InvalidInput
 from hslake.lake import Lake
 from hslake.server import CAPTURED, ServerStatus
 
-# md5 mixes lengths, so short prompts fill the tails of prefill chunks and the rate stays even; it is
+# md5 mixes lengths, so short prompts fill the tails of prefill chunks and the rate is even; it is
 # the same on every machine and DuckDB version, unlike hash() and random().
 DEFAULT_ORDER = "md5(sample_id)"
 BLOCK = 4096  # samples whose token ids are read at once

@@ -98,7 +98,7 @@ def test_report(lake: Lake, tmp_path: Path) -> None:
 def test_refusals(lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Missing, match="no lake"):
         audit(str(tmp_path / "none"))
-    with pytest.raises(InvalidInput, match="directory .* does not exist"):
+    with pytest.raises(InvalidInput, match=r"directory .* does not exist"):
         audit(lake.url, tmp_path / "none" / "a.html")
     with pytest.raises(InvalidInput, match="fail-over"):
         audit(lake.url, fail_over=0)

@@ -76,7 +76,7 @@ def test_tokens_are_kept_or_refused(ids: list[int], vocab: int | None) -> None:
     if ids and all(0 <= i <= limit for i in ids):
         assert check_tokens(ids, vocab, "x").tolist() == ids
     else:
-        with pytest.raises(InvalidInput, match="^x: "):
+        with pytest.raises(InvalidInput, match=r"^x: "):
             check_tokens(ids, vocab, "x")
 
 
@@ -151,7 +151,7 @@ def test_truncated_files(tmp_path: Path) -> None:
             list(read_rows(str(path), VOCAB))
     packed = tmp_path / "x.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"input_ids": [1, 2]}\n' * 500)[:-20])
-    with pytest.raises(InvalidInput, match="x.jsonl.gz"):
+    with pytest.raises(InvalidInput, match=r"x\.jsonl\.gz"):
         list(read_rows(str(packed), VOCAB))
 
 

@@ -28,7 +28,10 @@ def audit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Storage so far, forecast for the whole plan, and both against the lake's estimate."""
+    """Stored bytes, forecast for the whole plan, and the estimate.
+
+    Exit 1 when the forecast exceeds --fail-over.
+    """
     limit = None if fail_over is None else parse_bytes(fail_over, "--fail-over")
     import hslake.audit
 

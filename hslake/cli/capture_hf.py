@@ -33,7 +33,10 @@ def capture_hf(
     ] = 60.0,
     json: Json = False,
 ) -> None:
-    """Capture planned samples with Hugging Face, for machines without a server. Resumable."""
+    """Capture planned samples with Hugging Face. Resumable.
+
+    The same states as the server's hook, for machines without a server.
+    """
     tokens = None if part_tokens is None else parse_count(part_tokens, "--part-tokens")
     try:
         import torch  # noqa: F401

@@ -40,12 +40,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 class Group(TyperGroup):
     """Turns errors into messages and exit codes, for every command."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    # ctx is the context class of Typer's click, which is not public in every version
+    def list_commands(self, ctx: Any) -> list[str]:
         """Commands in the order of ORDER, others after them."""
         names = super().list_commands(ctx)
         return sorted(names, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER))
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises typer.Exit with the exit code of what went wrong."""
         try:
             return super().invoke(ctx)

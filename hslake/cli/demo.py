@@ -40,7 +40,7 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run the whole pipeline on this machine, from a plan to a trained draft head.
+    """Run the whole pipeline on this machine.
 
     Creates a lake, plans real text, captures it from a real server (or Hugging Face), compacts,
     verifies, queries, audits, and trains a small EAGLE-3 draft head on what it stored.

@@ -21,11 +21,11 @@ def draft_config(
     ],
     json: Json = False,
 ) -> None:
-    """Print the layer ids that make an engine read this lake's boundaries.
+    """Print layer ids for the engine that will serve the draft.
 
-    Engines disagree on what layer id i means. A lake holds boundaries; put the printed ids into the
-    draft model's config for the engine that will serve it. Fails when an engine cannot express
-    them.
+    Engines disagree on what layer id i means, so a lake holds boundaries. The printed ids make that
+    engine select this lake's boundaries: put them into the draft model's config. Fails when an
+    engine cannot express them.
     """
     from hslake.spec import read_spec
     from hslake.streams import draft_ids

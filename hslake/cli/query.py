@@ -63,9 +63,9 @@ def query(
         typer.Option("--output", "-o", help="File to write (needed by parquet on a terminal)."),
     ] = None,
 ) -> None:
-    """Query the lake with SQL (DuckDB), or run a named query.
+    """Query the lake with SQL, or run a named query.
 
-    Views: samples, segments, plan, coverage, versions. Only SELECT is accepted. The columns are in
+    DuckDB's SQL. Views: samples, segments, plan, coverage, versions. Only SELECT is accepted. The columns are in
     docs/sql.md; `hslake query LAKE "describe samples"` prints them.
     """
     chosen = Format.json if json else format

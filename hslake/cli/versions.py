@@ -27,7 +27,7 @@ def log(
     limit: Annotated[int, typer.Option(min=0, help="Newest versions to show; 0 = all.")] = 50,
     json: Json = False,
 ) -> None:
-    """History of the lake: one line for each manifest version that changed samples."""
+    """History: one line for each version that changed samples."""
     import hslake.versions
 
     rows = hslake.versions.log(lake)
@@ -54,7 +54,7 @@ def pin(
     show: Annotated[bool, typer.Option("--list", help="List the pins.")] = False,
     json: Json = False,
 ) -> None:
-    """Name a version, so that it is kept whatever its age. A name never moves."""
+    """Name a version, so that it is kept. A name never moves."""
     import hslake
     import hslake.versions
 
@@ -84,7 +84,10 @@ def vacuum(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Remove segments that no version names (a compactor died before its commit)."""
+    """Remove segments that no version names.
+
+    They are left when a compactor dies before its commit.
+    """
     age = parse_duration(retain, "--retain")
     import hslake.versions
 

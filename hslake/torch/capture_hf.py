@@ -160,7 +160,7 @@ def _load(folder: Path, spec: LakeSpec, device: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=TORCH_DTYPES[spec.dtype], local_files_only=True
     )
-    return model.to(device).eval()
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def _check_lengths(todo: list[Item], config: Any) -> None:
