@@ -7,6 +7,7 @@ The corpus and the draft head are the repository's examples; this module only st
 """
 
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -94,6 +95,8 @@ def run_demo(
     checks += _checks(show, lake_url)
     coverage, growth = _reports(show, run, lake_url)
     _load(show, lake_url)
+    # Small batches are meant: long samples then are batches of their own, which is no news here.
+    logging.getLogger("hslake.torch").setLevel(logging.ERROR)
     with show.phase("train", "an EAGLE-3 draft head on these states"):
         trained = training.train(
             lake_url,
@@ -137,9 +140,10 @@ def _through_server(
     show: Show, run: Path, lake_url: str, model_dir: Path, staging: Path, python: Path
 ) -> Check:
     """Serve, preflight, extract. The server stops before the machine's cores are needed again."""
+    from hslake_sglang.process import ServerProcess
+
     from hslake.extract import extract
     from hslake.preflight import preflight
-    from hslake_sglang.process import ServerProcess
 
     cpu_server = _example("examples.sglang_cpu.cpu_server")
     server = ServerProcess.for_lake(

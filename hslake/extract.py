@@ -280,7 +280,8 @@ class _Run:
 
         found: list[ServerStatus] = []
         for root in self.staging:
-            status, cursors = None, {}
+            status: ServerStatus | None = None
+            cursors: dict[str, int] = {}
             while status is None or status.more:
                 status = parse_status(read_status(root, cursors), str(root))
                 cursors = status.cursors

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from hslake import catalog, query, schemas
 from hslake.errors import InvalidInput
 from hslake.ids import PROBE_PREFIX, check_sample_id, check_source, token_hash
-from hslake.planfile import PlanRow, Tokenize, read_rows, unused_columns
+from hslake.planfile import PlanRow, Tokenize, int_lists, read_rows, unused_columns
 from hslake.plantext import tokenizer as load_tokenizer
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec, read_spec
@@ -207,8 +207,11 @@ def _decide(state: catalog.TableState, samples: dict[str, _Sample], outcome: _Ou
         columns += ["source", "split", "token_hash", "loss_mask"]
         known = state.arrow(columns=columns)
         known = known.filter(pc.is_in(known["sample_id"], pa.array(planned, pa.string())))
-        for row in _live(known).to_pylist():
-            what = _difference(row, samples[row["sample_id"]])
+        known = _live(known)
+        masks = [mask for chunk in known["loss_mask"].chunks for mask in int_lists(chunk)]
+        rows = known.drop_columns(["loss_mask"]).to_pylist()
+        for row, mask in zip(rows, masks, strict=True):
+            what = _difference(row, mask, samples[row["sample_id"]])
             if what:
                 changed.append(f"{samples[row['sample_id']].where}: {what}")
     if changed:
@@ -235,7 +238,7 @@ def _live(table: pa.Table) -> pa.Table:
     return adds.filter(pa.array([version > ends.get(i, -1) for i, version in pairs]))
 
 
-def _difference(planned: dict[str, object], sample: _Sample) -> str | None:
+def _difference(planned: dict[str, object], mask: np.ndarray, sample: _Sample) -> str | None:
     """The first field in which `sample` is not what is planned, for a message."""
     name = repr(planned["sample_id"])
     for column, found in (
@@ -249,7 +252,7 @@ def _difference(planned: dict[str, object], sample: _Sample) -> str | None:
                 length = len(sample.input_ids)
                 return f"input_ids: {name} has other tokens ({length}, planned {planned['length']})"
             return f"{column}: {name} has {found!r}, planned {have!r}"
-    if not np.array_equal(planned["loss_mask"], sample.loss_mask):  # type: ignore[arg-type]
+    if not np.array_equal(mask, sample.loss_mask):
         return f"loss_mask: {name} has another mask"
     return None
 

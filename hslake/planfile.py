@@ -171,12 +171,12 @@ def _batch_rows(batch: pa.RecordBatch, where: str, first: int) -> Iterator[dict[
         if isinstance(column, pa.DictionaryArray):
             column = column.dictionary_decode()
         tokens = name in ("input_ids", "loss_mask")
-        columns[name] = _lists(column) if tokens else column.to_pylist()
+        columns[name] = int_lists(column) if tokens else column.to_pylist()
     for i in range(batch.num_rows):
         yield {name: values[i] for name, values in columns.items()}
 
 
-def _lists(column: pa.Array) -> list[Any]:
+def int_lists(column: pa.Array) -> list[Any]:
     """Each row as a NumPy array of integers, or as a Python value when it is anything else."""
     kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)

@@ -177,7 +177,7 @@ def train(
 
     optimizers = make_optimizers(draft, settings.learning_rate)
     loader = _loader(lake, "train", settings)
-    samples = lake.sql("select count(*) from samples where split = 'train'").fetchone()[0]
+    samples = lake.sql("select count(*) from samples where split = 'train'").fetchall()[0][0]
     losses: list[float] = []
     tokens, seen, start, shown = 0, 0, time.monotonic(), 0
     total = settings.steps or round(settings.seconds)

@@ -65,8 +65,8 @@ def query(
 ) -> None:
     """Query the lake with SQL, or run a named query.
 
-    DuckDB's SQL. Views: samples, segments, plan, coverage, versions. Only SELECT is accepted. The columns are in
-    docs/sql.md; `hslake query LAKE "describe samples"` prints them.
+    Views: samples, segments, plan, coverage, versions. DuckDB's SQL, only SELECT is accepted. The
+    columns are in docs/sql.md; `hslake query LAKE "describe samples"` prints them.
     """
     chosen = Format.json if json else format
     if show:

@@ -156,7 +156,9 @@ def _staged(lake: Lake, root: Path) -> set[str]:
 
 def _load(folder: Path, spec: LakeSpec, device: str) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of the weights: ours is the one to watch
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=TORCH_DTYPES[spec.dtype], local_files_only=True
     )

@@ -17,7 +17,7 @@ from hslake.compact import compact
 from hslake.extract import extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
-from hslake.spec import draft_ids
+from hslake.streams import draft_ids
 from tests.e2e import client
 from tests.e2e.conftest import Stage, plain_server, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
