@@ -1,4 +1,5 @@
 # make demo [ENGINE=sglang|hf]   set-up and the whole pipeline on real text (about 6 minutes)
+#      [ARGS="--limit 12 --train-seconds 15"]   a quick look
 # make test                      set-up, lint, types, unit tests, end-to-end test with a real server
 #
 # Both need only Python 3.11+ and pip. Environments and the model are made once and reused; a change
@@ -13,13 +14,13 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENGINE ?= sglang
 DEMO ?= .demo
+ARGS ?=
 TORCH ?= torch==2.13.0
 
 VENV := .venv
 SGL := .venv-sglang
 MODEL := .demo/model
 CPU := examples/sglang_cpu
-BASETEMP ?=
 pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq
 
 .PHONY: help demo test lint types unit e2e env env-sglang model format clean
@@ -61,8 +62,8 @@ demo: $(SGL)/.ready
 endif
 demo: $(VENV)/.ready $(MODEL)/config.json
 	@echo "==> hslake demo ($(ENGINE))"
-	$(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
-	  --server-python $(SGL)/bin/python
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
+	  --server-python $(SGL)/bin/python $(ARGS)
 
 test: lint types unit e2e
 

@@ -28,7 +28,7 @@ from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, wri
 from hslake.spec import LakeSpec, check_fingerprint
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved
-from hslake.staging.reader import WriterDir, read_part, read_rows, scan
+from hslake.staging.reader import WriterDir, read_part, read_rows, read_writer, scan
 from hslake.staging.writer import LOCK, remove_writer
 
 
@@ -99,8 +99,10 @@ def _pass(
                 if lock is None:
                     continue
                 owned[writer.path] = lock
+                # Scanned before it was ours: look again at what it holds now.
+                writer = read_writer(writer.path)
             mine.append(writer)
-            sources += _sources(writer, lake.spec)
+            sources += _sources(writer, writer.path in owned, lake.spec)
         wanted = _choose(lake, sources, report)
         for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             _publish(lake, batch, report, progress)
@@ -115,7 +117,7 @@ def _pass(
             lock.release()
 
 
-def _sources(writer: WriterDir, spec: LakeSpec) -> list[_Source]:
+def _sources(writer: WriterDir, dead: bool, spec: LakeSpec) -> list[_Source]:
     found = []
     for path in writer.parts:
         if (path / DONE).exists():
@@ -129,7 +131,7 @@ def _sources(writer: WriterDir, spec: LakeSpec) -> list[_Source]:
         except BaseException:
             lock.release()
             raise
-        found.append(_Source(info, lock, info.sealed or not writer.alive))
+        found.append(_Source(info, lock, info.sealed or dead))
     return found
 
 

@@ -77,8 +77,7 @@ def run_demo(
 
     with show.phase("plan", "real text from this Python installation, tokenised"):
         samples = corpus.build_corpus(model_dir)
-        if limit is not None:
-            samples = samples[:: max(1, len(samples) // limit)]
+        samples = samples if limit is None else _some(samples, limit)
         corpus.write_jsonl(samples, run / "corpus.jsonl")
         planned = plan_files(lake_url, [run / "corpus.jsonl"], progress=Progress)
         show.note(f"{planned.added} samples, {format_count(planned.tokens)} tokens")
@@ -239,6 +238,15 @@ def _load(show: Show, lake_url: str) -> None:
         show.note(
             f"{len(seen)} samples in {len(loader)} batches, {format_count(round(rate))} tokens/s"
         )
+
+
+def _some(samples: list[Any], limit: int) -> list[Any]:
+    """About `limit` of the samples, at least one of each source and split."""
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for sample in samples:
+        groups.setdefault((sample.source, sample.split), []).append(sample)
+    share = min(1.0, limit / len(samples))
+    return [s for group in groups.values() for s in group[: max(1, round(len(group) * share))]]
 
 
 # --- surroundings -----------------------------------------------------------------------------

@@ -5,11 +5,14 @@ own generation marks where it has them, otherwise by rendering turn by turn, and
 rendered beginnings are exact beginnings of the whole conversation.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from hslake.errors import InvalidInput, Missing
 from hslake.planfile import Tokenize
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def tokenizer(folder: str) -> Tokenize:
@@ -46,13 +49,8 @@ def _messages(tok: Any, value: Any, where: str) -> tuple[list[int], list[int]]:
     if not tok.chat_template:
         raise InvalidInput(f"{where}: this tokenizer has no chat template; give `text` instead")
     try:
-        if "{% generation" in tok.chat_template or "{%- generation" in tok.chat_template:
-            out = tok.apply_chat_template(
-                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            ids, mask = list(out["input_ids"]), list(out["assistant_masks"])
-        else:
-            ids, mask = _by_turn(tok, turns, where)
+        by = _by_marks if _MARK.search(tok.chat_template) else _by_turn
+        ids, mask = by(tok, turns, where)
     except InvalidInput:
         raise
     except Exception as error:  # a template raises whatever it likes
@@ -60,6 +58,40 @@ def _messages(tok: Any, value: Any, where: str) -> tuple[list[int], list[int]]:
     if not any(mask):
         raise InvalidInput(f"{where}: no assistant tokens to supervise")
     return ids, mask
+
+
+def _by_marks(tok: Any, turns: list[dict[str, str]], where: str) -> tuple[list[int], list[int]]:
+    """Mask from the template's generation marks.
+
+    Not by transformers' own mask: where a marked span ends in a character without a token of its
+    own, it supervises everything up to the end of the conversation.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template(
+        [turns],
+        chat_template=tok.chat_template,
+        return_assistant_tokens_mask=True,
+        **tok.special_tokens_map,
+    )
+    texts, spans = rendered
+    out = tok(texts[0], add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(out["input_ids"])
+    mask = [0] * len(ids)
+    for start, end in spans[0]:
+        for i, (first, last) in enumerate(out["offset_mapping"]):
+            inside = min(last, end) - max(first, start)
+            if inside > 0 and inside != last - first:
+                raise InvalidInput(
+                    f"{where}: token {i} lies across the edge of what the assistant said, so it "
+                    "cannot be marked exactly; give input_ids and loss_mask"
+                )
+            mask[i] |= inside > 0
+    if ids != _render(tok, turns, False):
+        raise InvalidInput(
+            f"{where}: the rendered chat does not tokenise as the tokenizer's own; give input_ids"
+        )
+    return ids, [int(m) for m in mask]
 
 
 def _by_turn(tok: Any, turns: list[dict[str, str]], where: str) -> tuple[list[int], list[int]]:

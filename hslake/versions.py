@@ -4,6 +4,7 @@ The manifest is append-only, so every version stays readable as long as its segm
 removes orphans: segments that no manifest row ever added (a compactor died before its commit).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -104,7 +105,12 @@ def vacuum(
         fields = [f for f in arrow_schema("manifest") if f.name != "commit_version"]
         return pa.Table.from_pylist(rows, schema=pa.schema(fields)) if rows else None
 
-    catalog.commit(lake.store, "manifest", build, f"condemn-{orphans[0]}-{len(orphans)}")
+    catalog.commit(
+        lake.store,
+        "manifest",
+        build,
+        f"condemn-{hashlib.sha256('/'.join(orphans).encode()).hexdigest()}",
+    )
     # Only what is condemned now, not what was orphaned then: a commit may have come in between.
     table = catalog.open_table(lake.store, "manifest").arrow(["op", "segment_id"]).to_pylist()
     condemned = {r["segment_id"] for r in table if r["op"] == "condemn"}

@@ -29,14 +29,28 @@ def _mine(path: Path) -> bool:
     return _held.get(os.path.realpath(path)) == os.getpid()
 
 
-def try_lock(path: Path, *, shared: bool = False) -> Lock | None:
-    """The lock of `path`, or None when somebody (this process included) holds it."""
+def try_lock(path: Path, *, shared: bool = False, create: bool = False) -> Lock | None:
+    """The lock of `path`, or None when somebody (this process included) holds it.
+
+    None also when the file goes away meanwhile: its folder was recycled or removed. `create` is for
+    the owner of a new folder only; anybody else would lock a file nobody knows.
+    """
     if _mine(path):
         return None
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.lockf(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
+        os.close(fd)
+        return None
+    try:
+        current = os.path.samestat(os.fstat(fd), os.stat(path))  # noqa: PTH116
+    except FileNotFoundError:
+        current = False
+    if not current:
         os.close(fd)
         return None
     real = os.path.realpath(path)

@@ -35,9 +35,15 @@ def scan(root: Path) -> list[WriterDir]:
     for path in sorted(root.iterdir()):
         if not (path.is_dir() and _is_uuid(path.name)):
             continue
-        parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
-        found.append(WriterDir(path, path.name, is_locked(path / LOCK), tuple(parts)))
+        found.append(read_writer(path))
     return found
+
+
+def read_writer(path: Path) -> WriterDir:
+    """One writer's folder as it is now; parts without a journal are not parts yet, or no more."""
+    alive = is_locked(path / LOCK)
+    parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
+    return WriterDir(path, path.name, alive, tuple(parts))
 
 
 def _is_uuid(name: str) -> bool:

@@ -85,7 +85,7 @@ class StagingWriter:
         self.writer_id = str(uuid.uuid4())
         self.folder = Path(root) / self.writer_id
         self.folder.mkdir(parents=True)
-        self._lock = try_lock(self.folder / LOCK)
+        self._lock = try_lock(self.folder / LOCK, create=True)
         if self._lock is None:
             raise Conflict(f"{self.folder / LOCK} is held by another process")
         self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
@@ -356,4 +356,7 @@ class StagingWriter:
 
 def remove_writer(folder: Path) -> None:
     """Delete a dead writer's folder; the caller holds its lock and has taken what it held."""
-    shutil.rmtree(folder)
+    # One rename takes it out of everybody's sight; a half-removed folder is never found by a scan.
+    gone = folder.with_name(f".{folder.name}.gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
