@@ -29,7 +29,7 @@ from hslake.spec import LakeSpec, check_fingerprint
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved
 from hslake.staging.reader import WriterDir, read_part, read_rows, read_writer, scan
-from hslake.staging.writer import LOCK, remove_writer
+from hslake.staging.writer import COMPACT_LOCK, LOCK, remove_writer
 
 
 @dataclass
@@ -88,32 +88,38 @@ def _pass(
 ) -> None:
     lake = open_lake(lake_url)
     writers = [w for root in roots for w in scan(root)]
-    # A dead writer's lock makes its folder ours; losing the race means another compactor has it.
-    owned: dict[Path, Lock] = {}
+    held: list[Lock] = []
+    dead: set[Path] = set()
     mine: list[WriterDir] = []
     sources: list[_Source] = []
     try:
-        for writer in writers:
+        for found in writers:
+            # One compactor a writer: a dead writer's lock, held by another compactor, would make
+            # it look alive, and its parts would vanish under us.
+            mine_alone = try_lock(found.path / COMPACT_LOCK)
+            if mine_alone is None:
+                continue
+            held.append(mine_alone)
+            writer = read_writer(found.path)
             if not writer.alive:
                 lock = try_lock(writer.path / LOCK)
                 if lock is None:
                     continue
-                owned[writer.path] = lock
-                # Scanned before it was ours: look again at what it holds now.
-                writer = read_writer(writer.path)
+                held.append(lock)
+                dead.add(writer.path)
             mine.append(writer)
-            sources += _sources(writer, writer.path in owned, lake.spec)
+            sources += _sources(writer, writer.path in dead, lake.spec)
         wanted = _choose(lake, sources, report)
         for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             _publish(lake, batch, report, progress)
         _free(sources)
         for writer in mine:
-            if writer.path in owned and all((p / DONE).exists() for p in writer.parts):
+            if writer.path in dead and all((p / DONE).exists() for p in writer.parts):
                 remove_writer(writer.path)
     finally:
         for source in sources:
             source.lock.release()
-        for lock in owned.values():
+        for lock in held:
             lock.release()
 
 

@@ -22,6 +22,7 @@ from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
 
 EVENTS = "events"
 LOCK = "lock"
+COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _STATUS_EVERY_S = 0.2
 
@@ -85,6 +86,7 @@ class StagingWriter:
         self.writer_id = str(uuid.uuid4())
         self.folder = Path(root) / self.writer_id
         self.folder.mkdir(parents=True)
+        (self.folder / COMPACT_LOCK).touch()
         self._lock = try_lock(self.folder / LOCK, create=True)
         if self._lock is None:
             raise Conflict(f"{self.folder / LOCK} is held by another process")
