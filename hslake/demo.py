@@ -158,19 +158,22 @@ def _through_server(
     try:
         what = f"a real SGLang server on the CPU with the dump hook, prefill chunk {CHUNK}"
         with show.phase("serve", what):
-            server.start().wait_ready(READY_S)
+            with Progress(None, "start the server"):
+                server.start().wait_ready(READY_S)
             show.note(f"{server.url}, log {server.log}")
         with show.phase("preflight", "go or no-go before a long run"):
-            go = preflight(lake_url, [server.url])
-            bad = [c for c in go.checks if c.ok == "fail"]
-            for check in go.checks:
-                if check.ok != "pass":
-                    show.note(f"{check.ok}: {check.name}: {check.found}. {check.todo}")
-            if bad:
-                raise CheckFailed(f"preflight says no-go: {bad[0].name}: {bad[0].found}")
+            go = preflight(lake_url, [server.url], staging=[staging], progress=Progress)
+            for check in go.warnings:
+                show.note(f"warning: {check.name}: {check.found}")
+            if not go.passed:
+                no = go.failures[0]
+                raise CheckFailed(f"preflight says no-go: {no.name}: {no.found}; {no.todo}")
         with show.phase("extract", "the plan through the server into staging"):
             done = extract(lake_url, [server.url], concurrency=CONCURRENCY, progress=Progress)
-            show.note(str(done))
+            if not done.passed:
+                raise CheckFailed(done.message)
+            rate = done.captured_tokens / done.seconds
+            show.note(f"{done.captured} samples, {rate:.0f} tokens/s, {done.retried} retried")
     finally:
         server.stop()
     return Check("preflight", sum(c.ok == "pass" for c in go.checks), len(go.checks))

@@ -63,7 +63,7 @@ class Show:
     @contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
         """Print a title, time what happens inside."""
-        self.console.print(f"[bold cyan]{name:>10}[/]  {what}", highlight=False)
+        self.console.print(f"[bold cyan]{name:>10}[/]  {what}", highlight=False, soft_wrap=True)
         start = time.monotonic()
         yield
         self.phases[name] = time.monotonic() - start

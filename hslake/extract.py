@@ -12,17 +12,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import hslake
 from hslake.drive import Driver, Limits
 from hslake.errors import CheckFailed, InvalidInput, Missing
+from hslake.extractreport import (
+    INTERRUPTED,
+    LIMITED,
+    ExtractReport,
+    MissingSample,
+    ServerUse,
+    last_line,
+)
 from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
-from hslake.server import Server, ServerDown, ServerStatus, new_session, parse_status
+from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
 from hslake.slot import unfit
 from hslake.spec import LakeSpec
+from hslake.status import local_statuses
 from hslake.worklist import (
     Item,
     Worklist,
@@ -32,66 +41,8 @@ from hslake.worklist import (
     worklist,
 )
 
-INTERRUPTED = "interrupted"
-LIMITED = "beyond --limit"
 _SHOWN = 1000  # missing samples listed by id
 _LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
-
-
-@dataclass(frozen=True)
-class MissingSample:
-    """A planned sample that is neither committed nor waiting in staging, and why."""
-
-    sample_id: str
-    length: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ServerUse:
-    """What one server did in this call. `state`: "up", or why it is set aside."""
-
-    url: str
-    state: str
-    captured: int = 0
-    tokens: int = 0
-    dropped: int = 0
-    outages: int = 0
-
-
-@dataclass(frozen=True)
-class ExtractReport:
-    """The end of one call.
-
-    `planned`, `committed`, `waiting` (captured, uncommitted) and `missing` (reason -> samples)
-    speak of the plan's samples that --where selects; `captured` and what follows of this call.
-    `complete`: nothing is missing. `message` is the last line a person reads.
-    """
-
-    lake: str
-    complete: bool
-    interrupted: bool
-    planned: int
-    planned_tokens: int
-    committed: int
-    waiting: int
-    missing: dict[str, int]
-    missing_samples: list[MissingSample]
-    captured: int
-    captured_tokens: int
-    retried: int
-    dropped: int
-    servers: list[ServerUse]
-    seconds: float
-    message: str
-
-    @property
-    def passed(self) -> bool:
-        """Complete, or only short of what --limit left out."""
-        return not self.interrupted and all(reason == LIMITED for reason in self.missing)
-
-    def __str__(self) -> str:
-        return self.message
 
 
 def extract(
@@ -248,7 +199,7 @@ class _Run:
 
     async def _first_look(self, spec: LakeSpec) -> list[ServerStatus]:
         """Every server's status; an error now rather than a long wait for what cannot work."""
-        found = await asyncio.gather(*(_whole_status(s) for s in self.servers))
+        found = await asyncio.gather(*(whole_status(s) for s in self.servers))
         ready, problems = [], []
         for server, status in zip(self.servers, found, strict=True):
             if isinstance(status, ServerDown):
@@ -271,22 +222,12 @@ class _Run:
 
     async def _statuses(self) -> list[ServerStatus]:
         """Status of all servers that answer, and of local staging."""
-        found = await asyncio.gather(*(_whole_status(s) for s in self.servers))
+        found = await asyncio.gather(*(whole_status(s) for s in self.servers))
         answers = [s for s in found if isinstance(s, ServerStatus)]
         return [*answers, *await asyncio.to_thread(self._local)]
 
     def _local(self) -> list[ServerStatus]:
-        from hslake.staging import read_status
-
-        found: list[ServerStatus] = []
-        for root in self.staging:
-            status: ServerStatus | None = None
-            cursors: dict[str, int] = {}
-            while status is None or status.more:
-                status = parse_status(read_status(root, cursors), str(root))
-                cursors = status.cursors
-                found.append(status)
-        return found
+        return [status for root in self.staging for status in local_statuses(root)]
 
     def _waiting(self, lake: Lake, listing: Worklist, statuses: list[ServerStatus]) -> set[str]:
         """Samples not committed in `listing` that are captured and lie in staging."""
@@ -418,38 +359,4 @@ class _Run:
             seconds=time.monotonic() - self.start,
             message="",
         )
-        return replace(report, message=_last_line(report, self.where))
-
-
-async def _whole_status(server: Server) -> ServerStatus | ServerDown:
-    """All events that the server still knows, in one status."""
-    try:
-        status = await server.status()
-        events = {w.writer: list(w.events) for w in status.writers}
-        while status.more:
-            status = await server.status(status.cursors)
-            for writer in status.writers:
-                events.setdefault(writer.writer, []).extend(writer.events)
-    except ServerDown as error:
-        return error
-    writers = tuple(
-        replace(w, events=tuple(e for e in events.get(w.writer, ()))) for w in status.writers
-    )
-    return replace(status, writers=writers)
-
-
-def _last_line(report: ExtractReport, where: str | None) -> str:
-    selected = "selected" if where else "planned"
-    there = f"{report.committed:,} committed"
-    if report.waiting:
-        there += f", {report.waiting:,} captured and waiting in staging for `hslake compact`"
-    if report.complete:
-        return f"complete: all {report.planned:,} {selected} samples are captured ({there})"
-    gone = sum(report.missing.values())
-    why = "; ".join(f"{n:,} {reason}" for reason, n in report.missing.items())
-    head = "interrupted" if report.interrupted else "done as far as asked" * report.passed
-    end = ". The same command again continues" if report.interrupted else ""
-    return (
-        f"{head or 'incomplete'}: {gone:,} of {report.planned:,} {selected} samples are missing: "
-        f"{why} ({there}){end}"
-    )
+        return replace(report, message=last_line(report, self.where))

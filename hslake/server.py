@@ -6,7 +6,7 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -324,6 +324,21 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             text = str(error) or type(error).__name__
             raise ServerDown(f"{self.url}: no answer ({text})") from error
+
+
+async def whole_status(server: Server) -> ServerStatus | ServerDown:
+    """Status with all events that the server still knows, or why there is none."""
+    events: dict[str, list[Event]] = {}
+    status = None
+    try:
+        while status is None or status.more:
+            status = await server.status(status.cursors if status else None)
+            for writer in status.writers:
+                events.setdefault(writer.writer, []).extend(writer.events)
+    except ServerDown as error:
+        return error
+    writers = tuple(replace(w, events=tuple(events[w.writer])) for w in status.writers)
+    return replace(status, writers=writers)
 
 
 def context_limit(info: Mapping[str, Any]) -> int | None:

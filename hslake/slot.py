@@ -159,7 +159,9 @@ class Slot:
         if due is not None and not self.starved:
             wait = min(wait, max(limits.poll_min, due - time.monotonic()))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.wake.wait(), wait)
+            # Not wait_for: before Python 3.12 it may swallow a cancellation.
+            async with asyncio.timeout(wait):
+                await self.wake.wait()
             self._delay = limits.poll_min
             # Several answers of one batch: one look for all of them.
             await asyncio.sleep(limits.poll_min)

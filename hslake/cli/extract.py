@@ -10,7 +10,7 @@ from hslake.cli.common import INTERRUPTED, Json, Lake, examples, note, print_jso
 from hslake.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from hslake.extract import ExtractReport
+    from hslake.extractreport import ExtractReport
 
 Servers = Annotated[
     list[str],

@@ -1,0 +1,30 @@
+"""One line of a go / no-go report."""
+
+from dataclasses import dataclass
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Check:
+    """`ok`: pass | warn | fail; `found`: what is the case; `todo`: what to do, unless it passed."""
+
+    name: str
+    ok: str
+    found: str
+    todo: str = ""
+
+
+def passed(name: str, found: str) -> Check:
+    """All is well."""
+    return Check(name, PASS, found)
+
+
+def warned(name: str, found: str, todo: str) -> Check:
+    """It may go wrong, or could not be looked at."""
+    return Check(name, WARN, found, todo)
+
+
+def failed(name: str, found: str, todo: str) -> Check:
+    """It will go wrong."""
+    return Check(name, FAIL, found, todo)
