@@ -94,9 +94,7 @@ def run_demo(
     checks += _checks(show, lake_url)
     coverage, growth = _reports(show, run, lake_url)
     _load(show, lake_url)
-    # Small batches are meant: long samples then are batches of their own, which is no news here.
-    logging.getLogger("hslake.torch").setLevel(logging.ERROR)
-    with show.phase("train", "an EAGLE-3 draft head on these states"):
+    with show.phase("train", "an EAGLE-3 draft head on these states"), _quiet("hslake.torch"):
         trained = training.train(
             lake_url,
             model_dir,
@@ -130,6 +128,18 @@ def run_demo(
     )
     show.summary(report)
     return report
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Errors only from a logger, for a while: small batches are meant, and that is no news here."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 # --- steps ------------------------------------------------------------------------------------
