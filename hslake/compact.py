@@ -15,17 +15,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from hslake import catalog
+from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, InvalidInput
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
-from hslake.schemas import arrow_schema
 from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
-from hslake.spec import LakeSpec, check_fingerprint
+from hslake.spec import LakeSpec, check_fingerprint, read_spec
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved
 from hslake.staging.reader import WriterDir, read_part, read_rows, read_writer, scan
@@ -86,7 +84,7 @@ def _pass(
     progress: Bar | None,
     report: CompactReport,
 ) -> None:
-    lake = open_lake(lake_url)
+    spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
     held: list[Lock] = []
     dead: set[Path] = set()
@@ -108,7 +106,9 @@ def _pass(
                 held.append(lock)
                 dead.add(writer.path)
             mine.append(writer)
-            sources += _sources(writer, writer.path in dead, lake.spec)
+            sources += _sources(writer, writer.path in dead, spec)
+        # Opened after the journals were read: whatever they hold was planned before that.
+        lake = open_lake(lake_url)
         wanted = _choose(lake, sources, report)
         for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             _publish(lake, batch, report, progress)
@@ -169,7 +169,7 @@ class _Pick:
 def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_Pick]:
     """Complete samples that are planned and not live, one attempt each; the rest is counted."""
     complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
-    live = live_ids(catalog.open_table(lake.store, "manifest"))
+    live = manifest.live_ids(lake.manifest_table()) if complete else set()
     plan = _plan_rows(lake, {r.sample_id for _, r in complete} - live)
     picks: dict[str, _Pick] = {}
     abandoned: Counter[str] = Counter(report.abandoned)
@@ -208,37 +208,16 @@ def _damage(pick: _Pick) -> str | None:
     return None if found == list(pick.row.checksum) else "checksum differs from the writer's"
 
 
-def live_ids(table: "catalog.TableState") -> set[str]:
-    """Sample ids that are live: added, and that add not hidden."""
-    rows = table.arrow(["op", "sample_id", "segment_id"])
-    keys = list(zip(*(rows.column(c).to_pylist() for c in rows.column_names), strict=True))
-    hidden = {k[1:] for k in keys if k[0] == "hide"}
-    return {k[1] for k in keys if k[0] == "add" and k[1:] not in hidden}
-
-
 def _plan_rows(lake: Lake, ids: set[str]) -> dict[str, dict[str, Any]]:
     if not ids:
         return {}
-    columns = [
-        "op",
-        "sample_id",
-        "source",
-        "split",
-        "length",
-        "supervised_tokens",
-        "token_hash",
-        "loss_mask",
-    ]
-    table = catalog.open_table(lake.store, "plan").arrow(columns)
-    table = table.filter(pc.is_in(table["sample_id"], pa.array(sorted(ids), pa.string())))
-    rows: dict[str, dict[str, Any]] = {}
-    gone = set()
-    for row in table.to_pylist():
-        if row["op"] == "add":
-            rows[row["sample_id"]] = row
-        else:
-            gone.add(row["sample_id"])
-    return {k: v for k, v in rows.items() if k not in gone}
+    found = query.execute(
+        lake.connect(),
+        "select sample_id, source, split, length, supervised_tokens, token_hash, loss_mask "
+        "from plan where sample_id in (select unnest($ids))",
+        {"ids": sorted(ids)},
+    )
+    return {row["sample_id"]: row for row in found.to_pylist()}
 
 
 def _batches(picks: list[_Pick], limit: int) -> Iterable[list[_Pick]]:
@@ -273,10 +252,9 @@ def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Ba
 
     def build(state: catalog.TableState) -> pa.Table | None:
         refuse_condemned(state, info.segment_id)
-        live = live_ids(state)
+        live = manifest.live_ids(state)
         added[:] = [p for p in batch if p.row.sample_id not in live]
-        rows = [_row(p, starts[p.row.sample_id], info) for p in added]
-        return _table(rows) if rows else None
+        return manifest.rows(_row(p, starts[p.row.sample_id], info) for p in added)
 
     report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
     report.segments += 1
@@ -290,19 +268,11 @@ def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Ba
 
 def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
     """Raise Conflict when a vacuum took the segment for an orphan: it must be written again."""
-    rows = state.arrow(["op", "segment_id"])
-    condemned = pc.and_(pc.equal(rows["op"], "condemn"), pc.equal(rows["segment_id"], segment_id))
-    if pc.any(condemned).as_py():
+    if segment_id in manifest.segments(state, "condemn"):
         raise Conflict(
             f"segment {segment_id} was condemned by a vacuum before it was committed: run compact "
             "again, the samples are still in staging"
         )
-
-
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    schema = arrow_schema("manifest")
-    fields = [f for f in schema if f.name != "commit_version"]
-    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
 
 
 def _row(pick: _Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:

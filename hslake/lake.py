@@ -21,6 +21,7 @@ from hslake.spec import (
     LakeSpec,
     ModelInfo,
     make_spec,
+    read_spec,
 )
 from hslake.store import Store, open_store
 from hslake.streams import parse_capture, parse_streams
@@ -170,16 +171,6 @@ class Lake:
         )
 
 
-def _read_spec(store: Store) -> LakeSpec:
-    try:
-        text = store.read(SPEC_FILE)
-    except Missing:
-        raise Missing(
-            f"no lake at {store.url()}: {SPEC_FILE} is not there; `hslake create` makes one"
-        ) from None
-    return LakeSpec.from_json(text, store.url(SPEC_FILE))
-
-
 def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
     manifest = catalog.open_table(store, "manifest", version)
     return Lake(store, spec, manifest, catalog.open_table(store, "plan"))
@@ -188,7 +179,7 @@ def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
 def open_lake(url: str | PathLike[str], version: int | None = None) -> Lake:
     """Open the lake at `url`, at a manifest version (default: the newest). Raises Missing."""
     store = open_store(url)
-    return _open(store, _read_spec(store), version)
+    return _open(store, read_spec(store.url()), version)
 
 
 def create(

@@ -9,6 +9,7 @@ from typing import Any
 from hslake.errors import InvalidInput
 from hslake.fingerprint import model_fingerprint, read_config, read_header, weight_files
 from hslake.spec import DTYPES, ModelInfo
+from hslake.zarrmeta import array_metadata
 
 _NORM_NAMES = (
     "model.norm.weight",
@@ -39,18 +40,8 @@ class FinalNorm:
     def objects(self, prefix: str) -> dict[str, bytes]:
         """A Zarr v3 array [hidden] with attributes `eps` and `tensor`: objects by path."""
         length = len(self.weight) // DTYPES[self.dtype]
-        document = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": [length],
-            "data_type": self.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length]}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": 0.0,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "dimension_names": ["hidden"],
-            "attributes": {"eps": self.eps, "tensor": self.tensor},
-        }
+        attributes = {"eps": self.eps, "tensor": self.tensor}
+        document = array_metadata([length], [length], self.dtype, ["hidden"], attributes=attributes)
         text = json.dumps(document, indent=1) + "\n"
         return {f"{prefix}/c/0": self.weight, f"{prefix}/zarr.json": text.encode()}
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hslake import catalog
+from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
-from hslake.schemas import arrow_schema
 from hslake.segment import inventory
 from hslake.segment.read import read_sample
 
@@ -88,13 +87,13 @@ def _rows(lake: Lake, sample: int | None, where: str | None) -> list[dict[str, A
         "sample_id, source, length, segment_id, token_start, token_hash, checksum, segment_tokens, "
         "inventory_digest"
     )
-    query = f"select {columns} from samples"
+    text = f"select {columns} from samples"
     if where:
-        query += f" where {where}"
-    query += " order by md5(sample_id)" if sample else " order by segment_id, token_start"
+        text += f" where {where}"
+    text += " order by md5(sample_id)" if sample else " order by segment_id, token_start"
     if sample:
-        query += f" limit {int(sample)}"
-    return lake.sql(query).to_arrow_table().to_pylist()
+        text += f" limit {int(sample)}"
+    return query.execute(lake.connect(), text).to_pylist()
 
 
 def _twice(rows: Sequence[dict[str, Any]]) -> list[Damage]:
@@ -166,17 +165,18 @@ def hide(lake: Lake, damaged: dict[tuple[str, str], str]) -> int:
 
     def build(state: catalog.TableState) -> pa.Table | None:
         nonlocal count
-        rows = state.arrow().to_pylist()
-        hidden = {(r["segment_id"], r["sample_id"]) for r in rows if r["op"] == "hide"}
+        wanted = damaged.keys() & {(segment, sample) for sample, segment in manifest.live(state)}
+        if not wanted:
+            count = 0
+            return None
         hides = []
-        for row in rows:
+        for row in state.arrow().to_pylist():
             key = (row["segment_id"], row["sample_id"])
-            if row["op"] == "add" and key in damaged and key not in hidden:
+            if row["op"] == "add" and key in wanted:
                 more = {"committed_at": datetime.now(UTC), "reason": damaged[key][:500]}
                 hides.append({**row, "op": "hide", **more})
         count = len(hides)
-        fields = [f for f in arrow_schema("manifest") if f.name != "commit_version"]
-        return pa.Table.from_pylist(hides, schema=pa.schema(fields)) if hides else None
+        return manifest.rows(hides)
 
     keys = "".join(sorted(f"{s}{i}" for s, i in damaged))
     catalog.commit(

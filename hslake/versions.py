@@ -7,17 +7,16 @@ removes orphans: segments that no manifest row ever added (a compactor died befo
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
 
-from hslake import catalog
+from hslake import catalog, manifest
 from hslake.errors import InvalidInput, Missing
 from hslake.lake import Lake, open_lake
-from hslake.schemas import arrow_schema, validate
+from hslake.schemas import validate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -91,19 +90,18 @@ def vacuum(
     writes it again instead of naming what is gone.
     """
     lake = open_lake(lake_url)
-    state = catalog.open_table(lake.store, "manifest")
     objects = list(lake.store.list("segments"))
     stored = {p.split("/")[1] for p in objects if p.count("/") >= 1}
+    named = manifest.segments(catalog.open_table(lake.store, "manifest"), "add")
     limit = datetime.now(UTC) - retain
-    orphans = sorted(s for s in stored - _named(state) if _born(s) < limit)
+    orphans = sorted(s for s in stored - named if _born(s) < limit)
     size = sum(lake.store.size(p) for p in objects if p.split("/")[1] in set(orphans))
     if dry_run or not orphans:
         return VacuumReport(tuple(orphans), size, False)
 
     def build(now: catalog.TableState) -> pa.Table | None:
-        rows = [_condemn(s) for s in orphans if s not in _named(now)]
-        fields = [f for f in arrow_schema("manifest") if f.name != "commit_version"]
-        return pa.Table.from_pylist(rows, schema=pa.schema(fields)) if rows else None
+        named = manifest.segments(now, "add")
+        return manifest.rows(_condemn(s) for s in orphans if s not in named)
 
     catalog.commit(
         lake.store,
@@ -112,18 +110,12 @@ def vacuum(
         f"condemn-{hashlib.sha256('/'.join(orphans).encode()).hexdigest()}",
     )
     # Only what is condemned now, not what was orphaned then: a commit may have come in between.
-    table = catalog.open_table(lake.store, "manifest").arrow(["op", "segment_id"]).to_pylist()
-    condemned = {r["segment_id"] for r in table if r["op"] == "condemn"}
-    doomed = condemned & set(orphans)
+    now = catalog.open_table(lake.store, "manifest")
+    doomed = manifest.segments(now, "condemn") & set(orphans)
     for path in objects:
         if path.split("/")[1] in doomed:
             lake.store.delete(path)
     return VacuumReport(tuple(sorted(doomed)), size, True)
-
-
-def _named(state: catalog.TableState) -> set[str]:
-    rows: Iterable[dict[str, Any]] = state.arrow(["op", "segment_id"]).to_pylist()
-    return {r["segment_id"] for r in rows if r["op"] == "add"}
 
 
 def _born(segment_id: str) -> datetime:

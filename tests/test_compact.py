@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from hslake import catalog
@@ -189,4 +191,20 @@ def test_vacuum_removes_orphans_only(tmp_path):
     assert store.exists(f"segments/{orphan}/zarr.json")
     assert vacuum(made.url, timedelta(0)).segments == (orphan,)
     assert not store.exists(f"segments/{orphan}/zarr.json")
+    check(made)
+
+
+def test_a_sample_planned_again_after_its_tombstone_is_taken(tmp_path):
+    made = make_lake(tmp_path, 1)
+    (name,) = made.plan([9])
+    store = made.lake.store
+    add = catalog.open_table(store, "plan").arrow()
+    add = add.filter(pc.equal(add["sample_id"], name)).drop_columns(["commit_version"])
+    gone = add.set_column(0, "op", pa.array(["tombstone"]))
+    catalog.commit(store, "plan", lambda state: gone, "tombstone")
+    made.stage([name])
+    assert compact(made.url, [made.staging]).abandoned == {"not in the plan": 1}
+    catalog.commit(store, "plan", lambda state: add, "again")
+    made.stage([name])
+    assert compact(made.url, [made.staging]).samples == 1
     check(made)

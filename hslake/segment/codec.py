@@ -14,6 +14,7 @@ from numcodecs.blosc import SHUFFLE, Blosc
 from hslake.errors import Corrupt, InvalidInput
 from hslake.segment import bf16plane
 from hslake.spec import LakeSpec
+from hslake.zarrmeta import RAW_CODECS
 
 CRC_BYTES = 4
 # A byte plane must fill at least one zstd block, or the ratio falls from 0.69 to 0.78.
@@ -25,7 +26,7 @@ _ZSTD_LEVEL = 3
 _STORAGE = {"bfloat16": "<u2", "float16": "<f2", "float32": "<f4"}
 _local = threading.local()  # zstandard's contexts are not thread-safe
 
-_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+(_BYTES,) = RAW_CODECS
 _CRC = {"name": "crc32c"}
 INDEX_CODECS: list[dict[str, Any]] = [_BYTES, _CRC]
 TOKEN_CODECS: list[dict[str, Any]] = [

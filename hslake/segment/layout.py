@@ -15,6 +15,7 @@ import numpy as np
 from hslake.errors import InvalidInput
 from hslake.segment.codec import CRC_BYTES, INDEX_CODECS, TOKEN_CODECS, codec_metadata
 from hslake.spec import LakeSpec
+from hslake.zarrmeta import array_metadata
 
 HIDDEN = "hidden_states"
 TOKEN_DTYPES: dict[str, np.dtype] = {"input_ids": np.dtype("<i4"), "loss_mask": np.dtype("u1")}
@@ -110,19 +111,9 @@ def _array(
         "index_codecs": INDEX_CODECS,
         "index_location": "end",
     }
+    outer = [{"name": "sharding_indexed", "configuration": sharding}]
     return _document(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": shape,
-            "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": 0 if "int" in dtype else 0.0,
-            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "attributes": attributes,
-            "dimension_names": names,
-        }
+        array_metadata(shape, shard, dtype, names, codecs=outer, attributes=attributes)
     )
 
 

@@ -18,6 +18,7 @@ from hslake.schemas import arrow_schema
 from hslake.spec import LakeSpec
 from hslake.staging.frames import FrameWriter
 from hslake.staging.space import allocate, check_room
+from hslake.zarrmeta import array_metadata
 
 JOURNAL = "journal"
 SEALED = "manifest.arrow"
@@ -62,22 +63,6 @@ def bits_dtype(itemsize: int) -> np.dtype:
     return np.dtype(f"<u{itemsize}")
 
 
-def _array_json(shape: list[int], chunk: list[int], dtype: str, fill: float | int) -> str:
-    return json.dumps(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": shape,
-            "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "attributes": {},
-        }
-    )
-
-
 def _map(path: Path, size: int) -> mmap.mmap:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -118,9 +103,13 @@ class Part:
         (path / READ_LOCK).touch()
         shape = [len(spec.streams), capacity, spec.hidden_size]
         (path / "hidden_states/zarr.json").write_text(
-            _array_json(shape, [1, *shape[1:]], spec.dtype, 0.0)
+            json.dumps(
+                array_metadata(shape, [1, *shape[1:]], spec.dtype, ["stream", "token", "hidden"])
+            )
         )
-        (path / "input_ids/zarr.json").write_text(_array_json([capacity], [capacity], "int32", 0))
+        (path / "input_ids/zarr.json").write_text(
+            json.dumps(array_metadata([capacity], [capacity], "int32", ["token"]))
+        )
         # The journal makes the folder a part: it comes after everything it speaks about.
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
         (path / "zarr.json").write_text(json.dumps(group))

@@ -10,6 +10,7 @@ import numpy as np
 
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.schemas import validate
+from hslake.spec import DTYPES
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
 from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, bits_dtype
@@ -115,12 +116,10 @@ def read_rows(part: PartInfo, sample: Reserved) -> tuple[list[np.ndarray], np.nd
     end = sample.row_start + sample.length
     if sample.row_start < 0 or end > part.capacity:
         raise InvalidInput(f"{part.path}: rows {sample.row_start}..{end} of {part.capacity}")
-    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}[a["dtype"]]
+    bits = bits_dtype(DTYPES[a["dtype"]])
     shape = (part.capacity, a["hidden_size"])
     hidden = [
-        _open(part.path / f"hidden_states/c/{i}/0/0", bits_dtype(itemsize), shape)[
-            sample.row_start : end
-        ]
+        _open(part.path / f"hidden_states/c/{i}/0/0", bits, shape)[sample.row_start : end]
         for i in range(len(a["streams"]))
     ]
     ids = _open(part.path / "input_ids/c/0", np.dtype("<i4"), (part.capacity,))
