@@ -69,13 +69,19 @@ class TableState:
         with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
             return pa.concat_tables(list(pool.map(lambda f: self._read(f, schema), files)))
 
+    def check(self) -> None:
+        """Read every file, page checksums included, one at a time. Raises Corrupt."""
+        for url in self.files():
+            self._read(url, arrow_schema(self.name))
+
     def _read(self, url: str, schema: pa.Schema) -> pa.Table:
         path = url.removeprefix(self.store.root).lstrip("/")
         try:
-            with pq.ParquetFile(pa.BufferReader(self.store.read(path))) as file:
+            body = pa.BufferReader(self.store.read(path))
+            with pq.ParquetFile(body, page_checksum_verification=True) as file:
                 have = set(file.schema_arrow.names)
                 found = file.read(columns=[n for n in schema.names if n in have])
-        except (Missing, pa.ArrowException) as e:
+        except (Missing, pa.ArrowException, OSError) as e:
             raise Corrupt(
                 f"{url}: a file of version {self.version} of the table {self.name} cannot be "
                 f"read: {e}; restore it from a copy"
@@ -151,6 +157,8 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
     Raises Missing (no table, no such version), Corrupt (an empty or torn log entry) or
     InvalidInput (another client raised the table's protocol).
     """
+    if version is not None and (type(version) is not int or version < 0):
+        raise InvalidInput(f"version: found {version!r}, expected a whole number from 0")
     newest = _check_log(store, name) if store.is_local else None
     url = store.url(name)
     try:
@@ -159,10 +167,11 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
         if version is not None:
+            last = open_table(store, name).version
+            if version > last:
+                raise Missing(f"{url} has no version {version}: it has 0 to {last}") from None
             raise Missing(f"version {version} of {url} cannot be loaded: {e}") from e
         raise Corrupt(f"{url}: the table's log cannot be read: {e}; see `hslake repair`") from e
-    if version is not None and table.version() != version:
-        raise Missing(f"{url} has no version {version}; the newest is {table.version()}")
     if version is None and newest is not None and table.version() < newest:
         raise Corrupt(
             f"{url}: the log goes to version {newest}, only {table.version()} loads: "
@@ -298,7 +307,7 @@ def _fill(rows: pa.Table, name: str, version: int) -> pa.Table:
 
 def _parquet(data: pa.Table) -> bytes:
     out = io.BytesIO()
-    pq.write_table(data, out, compression="zstd")
+    pq.write_table(data, out, compression="zstd", write_page_checksum=True)
     return out.getvalue()
 
 

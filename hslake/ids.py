@@ -19,8 +19,12 @@ PROBE_PREFIX = "__hslake_probe__"
 
 _ATTEMPT = re.compile(r"[0-9a-z]{4,32}")
 _LAKE8 = re.compile(r"[0-9a-f]{8}")
-# Ids show up in tables, logs and shells: whatever could end a line, a string or a path is refused.
-_BAD = re.compile(r"""[\x00-\x1f\x7f/\\"'`]""")
+# Ids show up in tables, logs, shells and file names: whatever could end a line, a string or a path,
+# or cannot be seen (zero width, writing direction), is refused. Listed, not asked of Python's
+# Unicode tables: client and server may have different ones and must agree.
+_BAD = re.compile(
+    r"""[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff/\\"'`]|^\.{1,2}$"""
+)
 
 
 def check_sample_id(sample_id: object, where: str = "sample_id") -> str:
@@ -46,8 +50,8 @@ def _check_name(value: object, where: str, limit: int) -> str:
     if bad or value != value.strip():
         what = repr(bad.group()) if bad else "white space at an end"
         raise InvalidInput(
-            f"{where}: {value!r} contains {what}; slashes, quotes, control characters and "
-            "white space at the ends are not allowed: rename the sample"
+            f"{where}: {value!r} contains {what}; slashes, quotes, control and invisible "
+            "characters, white space at the ends, '.' and '..' are not allowed: rename it"
         )
     return value
 

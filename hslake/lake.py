@@ -24,7 +24,7 @@ from hslake.spec import (
     read_spec,
 )
 from hslake.store import Store, open_store
-from hslake.streams import parse_capture, parse_streams
+from hslake.streams import parse_capture, parse_streams, stream_names
 
 if TYPE_CHECKING:
     import duckdb
@@ -123,21 +123,20 @@ class Lake:
     def sql(self, query: str, params: Mapping[str, Any] | None = None) -> duckdb.DuckDBPyRelation:
         """Relation of one SELECT over samples, segments, plan, coverage and versions.
 
-        `params` are the query's `$name`s. Raises InvalidInput for anything but one SELECT, DuckDB's
-        errors for a wrong one.
+        `params` are the query's `$name`s. Raises InvalidInput with DuckDB's message for anything
+        but one SELECT that it can plan. The relation is lazy: what goes wrong in its rows (a cast,
+        memory, a file that is gone) is DuckDB's own error, when they are fetched.
         """
-        from hslake.query import check_select
+        from hslake.query import relation
 
-        connection = self.connect()
-        check_select(connection, query)
-        if params:
-            return connection.sql(query, params=dict(params))
-        return connection.sql(query)
+        return relation(self.connect(), query, params)
 
     def location(self, sample_id: str) -> SampleLocation:
         """Where `sample_id` lies. Raises Missing."""
         from hslake import query
 
+        if not isinstance(sample_id, str):
+            raise InvalidInput(f"sample_id: found {sample_id!r}, expected a string")
         columns = ", ".join(SampleLocation.__dataclass_fields__)
         text = f"select {columns} from samples where sample_id = $id"
         # A cursor of the connection has none of its views; the lock keeps threads apart.
@@ -165,7 +164,7 @@ class Lake:
         hidden, ids, mask = read_sample(
             self.store, self.spec, at.segment_id, at.token_start, at.length, streams, rows
         )
-        names = self.spec.streams if streams is None else tuple(str(s) for s in streams)
+        names = self.spec.streams if streams is None else stream_names(streams)
         return Sample(
             at.sample_id, at.source, at.split, at.length, names, self.spec.dtype, hidden, ids, mask
         )

@@ -23,7 +23,7 @@ import duckdb
 import pyarrow as pa
 
 from hslake import schemas
-from hslake.errors import HslakeError, InvalidInput, Missing, NoSpace
+from hslake.errors import Corrupt, HslakeError, InvalidInput, NoSpace
 from hslake.spec import LakeSpec
 from hslake.store import Store
 from hslake.views import VIEWS
@@ -33,18 +33,24 @@ if TYPE_CHECKING:
 
 MEMORY = "HSLAKE_DUCKDB_MEMORY"
 _GIB = 1 << 30
+_LARGEST = (1 << 63) - 1  # of a bigint
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PARAM = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\S*)(?:\s+min\s+([0-9.]+))?")
 _READS = ("SELECT", "EXPLAIN")
 
 
 @dataclass(frozen=True)
 class NamedQuery:
-    """One file of `queries/`: its SQL, what it answers, and its parameters with their defaults."""
+    """One file of `queries/`: its SQL, what it answers, and its parameters with their defaults.
+
+    `least`: the smallest value of the parameters that have one.
+    """
 
     name: str
     description: str
     params: dict[str, int | float | str]
     sql: str
+    least: dict[str, int | float]
 
 
 # -- connection ---------------------------------------------------------------------------------
@@ -110,9 +116,9 @@ def _table_view(con: duckdb.DuckDBPyConnection, view: str, schema: str, files: l
             f"select * from read_parquet({_literal(files)}, union_by_name = true)"
         )
     except duckdb.Error as error:
-        raise Missing(
+        raise Corrupt(
             f"a file of the lake's {schema} table cannot be read: {_first_line(error)}; "
-            "the table needs every file that its log names"
+            "the table needs every file that its log names: restore it from a copy"
         ) from error
 
 
@@ -180,7 +186,7 @@ def named() -> dict[str, NamedQuery]:
 
 
 def parse(text: str, where: str) -> NamedQuery:
-    """Parse one query file: `-- name:`, `-- description:`, `-- params: k=default, ...`."""
+    """Parse one query file: `-- name:`, `-- description:`, `-- params: k=default [min n], ...`."""
     head: dict[str, str] = {}
     for line in text.splitlines():
         match = re.fullmatch(r"--\s*(name|description|params):\s*(.*)", line.strip())
@@ -189,12 +195,15 @@ def parse(text: str, where: str) -> NamedQuery:
     if not _NAME.fullmatch(head.get("name", "")) or not head.get("description"):
         raise InvalidInput(f"{where}: expected header lines `-- name:` and `-- description:`")
     params: dict[str, int | float | str] = {}
+    least: dict[str, int | float] = {}
     for part in filter(None, (p.strip() for p in head.get("params", "").split(","))):
-        key, sign, value = part.partition("=")
-        if not sign or not _NAME.fullmatch(key.strip()):
-            raise InvalidInput(f"{where}: params: found {part!r}, expected name=default")
-        params[key.strip()] = _value(value.strip())
-    return NamedQuery(head["name"], head["description"], params, text)
+        match = _PARAM.fullmatch(part)
+        if not match:
+            raise InvalidInput(f"{where}: params: found {part!r}, expected name=default [min n]")
+        params[match[1]] = _value(match[2])
+        if match[3]:
+            least[match[1]] = float(match[3]) if "." in match[3] else int(match[3])
+    return NamedQuery(head["name"], head["description"], params, text, least)
 
 
 def _value(text: str) -> int | float | str:
@@ -248,19 +257,22 @@ def resolve(sql_or_name: str, params: Mapping[str, Any] | None) -> tuple[str, di
         if key not in values:
             have = ", ".join(f"{k} (default {v!r})" for k, v in values.items()) or "none"
             raise InvalidInput(f"query {text}: no parameter {key!r}; its parameters: {have}")
-        values[key] = _typed(text, key, value, values[key])
+        values[key] = _typed(query, key, value)
     return query.sql, values
 
 
-def _typed(query: str, key: str, value: Any, default: int | float | str) -> Any:
+def _typed(query: NamedQuery, key: str, value: Any) -> Any:
     """`value` in the type of the default: text from a command line becomes a number."""
+    default, least = query.params[key], query.least.get(key, -_LARGEST)
     if isinstance(default, str):
         return str(value)
     found = _value(value) if isinstance(value, str) else value
     wanted = (int,) if isinstance(default, int) else (int, float)
-    if isinstance(found, bool) or not isinstance(found, wanted):
+    fits = isinstance(found, wanted) and not isinstance(found, bool)
+    if not fits or not least <= found <= _LARGEST:  # false for NaN too
         kind = "a whole number" if wanted == (int,) else "a number"
-        raise InvalidInput(f"query {query}: parameter {key}: found {value!r}, expected {kind}")
+        kind += f" of at least {least}" if key in query.least else ""
+        raise InvalidInput(f"query {query.name}: parameter {key}: found {value!r}, expected {kind}")
     return found
 
 
@@ -280,13 +292,23 @@ def check_select(con: duckdb.DuckDBPyConnection, sql: str) -> None:
         )
 
 
+def relation(
+    con: duckdb.DuckDBPyConnection, sql: str, params: Mapping[str, Any] | None = None
+) -> duckdb.DuckDBPyRelation:
+    """One SELECT, planned and not yet run. Raises InvalidInput with DuckDB's message."""
+    check_select(con, sql)
+    try:
+        return con.sql(sql, params=dict(params)) if params else con.sql(sql)
+    except duckdb.Error as error:
+        raise _failed(error) from error
+
+
 def execute(
     con: duckdb.DuckDBPyConnection, sql: str, params: Mapping[str, Any] | None = None
 ) -> pa.Table:
     """Run one SELECT on a connection of `connect`. Raises InvalidInput with DuckDB's message."""
-    check_select(con, sql)
+    found = relation(con, sql, params)
     try:
-        found = con.sql(sql, params=dict(params)) if params else con.sql(sql)
         return found.to_arrow_table()
     except (duckdb.Error, pa.ArrowException) as error:
         raise _failed(error) from error

@@ -51,6 +51,14 @@ def arrow_schema(name: str) -> pa.Schema:
     )
 
 
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The JSON document in `text`. Raises InvalidInput naming `where`."""
+    try:
+        return json.loads(text)
+    except ValueError as error:  # also bad UTF-8
+        raise InvalidInput(f"{where} is not JSON ({error}): damaged, or another file") from None
+
+
 def validate(document: Any, name: str, where: str) -> None:
     """Check a parsed JSON document against `schemas/<name>.json`.
 

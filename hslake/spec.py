@@ -11,7 +11,7 @@ import fsspec
 
 from hslake.errors import InvalidInput, Missing
 from hslake.fingerprint import check_fingerprint, model_fingerprint
-from hslake.schemas import validate
+from hslake.schemas import parse_json, validate
 from hslake.streams import FINAL, parse_streams
 
 __all__ = [
@@ -116,10 +116,7 @@ class LakeSpec:
     @staticmethod
     def from_json(text: str | bytes, where: str = SPEC_FILE) -> "LakeSpec":
         """Parse and check a spec; raises InvalidInput naming `where` and the field."""
-        try:
-            data = json.loads(text)
-        except (ValueError, UnicodeDecodeError) as e:
-            raise InvalidInput(f"{where} is not JSON ({e}): is this a lake?") from None
+        data = parse_json(text, where)
         version = data.get("format_version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise InvalidInput(
@@ -129,6 +126,11 @@ class LakeSpec:
         validate(data, "hslake", where)
         model = ModelInfo(**data["model"])
         streams = parse_streams(data["streams"], model.num_layers, where)
+        if list(streams) != data["streams"]:  # they are the axis of every array: never reordered
+            raise InvalidInput(
+                f"{where}: streams: found {data['streams']}, expected boundaries ascending and "
+                f"then 'final', {list(streams)}: the file was changed, restore it"
+            )
         return LakeSpec(
             **{
                 **data,

@@ -38,7 +38,10 @@ def _make_dirs(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_dirs(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise InvalidInput(f"{folder} is a file, expected a folder: choose another place") from None
     sync_dir(folder.parent)
 
 

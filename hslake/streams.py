@@ -36,6 +36,13 @@ def parse_capture(text: str, num_layers: int) -> tuple[str, ...]:
     return parse_streams([p.strip() for p in text.split(",")], num_layers, "--capture")
 
 
+def stream_names(streams: Sequence[str | int] | str | int) -> tuple[str, ...]:
+    """Names of the streams a caller asked for: one, or several in their order."""
+    if isinstance(streams, str | int):
+        streams = [streams]
+    return tuple(str(s) for s in streams)
+
+
 def parse_streams(items: Iterable[Any], num_layers: int, where: str) -> tuple[str, ...]:
     """Sort and check stream names. Raises InvalidInput for unknown, repeated or absent ones."""
     boundaries: list[int] = []
@@ -131,10 +138,7 @@ def capture_from_draft_config(
         config = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as e:
         raise InvalidInput(f"--capture-from {path}: {e}") from None
-    eagle = config.get("eagle_config") or {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    ids = _layer_ids(config)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise InvalidInput(
             f"--capture-from {path}: no eagle_aux_hidden_state_layer_ids in it; "
@@ -142,3 +146,11 @@ def capture_from_draft_config(
         )
     found = boundaries_from_ids(ids, num_layers, convention, architecture)
     return parse_streams([*found, FINAL], num_layers, path)
+
+
+def _layer_ids(config: Any) -> Any:
+    """What a draft's config has under the name of the ids, also one level down; else None."""
+    if not isinstance(config, dict):
+        return None
+    name = "eagle_aux_hidden_state_layer_ids"
+    return _layer_ids(config.get("eagle_config")) or config.get(name)

@@ -61,11 +61,14 @@ def verify(
     """Check the lake's live samples; with `quarantine`, hide the damaged ones from the manifest.
 
     `sample`: look at that many samples only, chosen by md5 of their ids; `where`: SQL over
-    `samples`. Raises InvalidInput for an unknown level or a condition DuckDB refuses.
+    `samples`. Raises InvalidInput for an unknown level or a condition DuckDB refuses, Corrupt when
+    a file of the manifest or the plan itself is damaged: nothing it says could be relied on.
     """
     if level not in LEVELS:
         raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
     lake = open_lake(lake_url)
+    for table in (lake.manifest_table(), lake.plan_table()):
+        table.check()
     rows = _rows(lake, sample, where)
     report = VerifyReport(level, len(rows), sum(r["length"] for r in rows))
     by_segment: dict[str, list[dict[str, Any]]] = {}
@@ -89,11 +92,14 @@ def _rows(lake: Lake, sample: int | None, where: str | None) -> list[dict[str, A
     )
     text = f"select {columns} from samples"
     if where:
-        text += f" where {where}"
+        text += f" where ({where}\n)"  # a comment in it ends there
     text += " order by md5(sample_id)" if sample else " order by segment_id, token_start"
     if sample:
         text += f" limit {int(sample)}"
-    return query.execute(lake.connect(), text).to_pylist()
+    try:
+        return query.execute(lake.connect(), text).to_pylist()
+    except InvalidInput as error:
+        raise InvalidInput(f"--where {where!r}: {error}" if where else str(error)) from error
 
 
 def _twice(rows: Sequence[dict[str, Any]]) -> list[Damage]:

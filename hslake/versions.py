@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from hslake import catalog, manifest
-from hslake.errors import InvalidInput, Missing
+from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.lake import Lake, open_lake
-from hslake.schemas import validate
+from hslake.schemas import parse_json, validate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -50,14 +50,26 @@ def log(lake_url: str) -> list[dict[str, Any]]:
 
 
 def pins(lake: Lake) -> list[Pin]:
-    """All pins of a lake, by name."""
-    found = []
-    for path in sorted(lake.store.list("pins")):
-        if path.endswith(".json"):
-            data = json.loads(lake.store.read(path))
-            validate(data, "pin", path)
-            found.append(Pin(**data))
-    return found
+    """All pins of a lake, by name. Raises Corrupt: a pin that is not read is not kept either."""
+    return [_read_pin(lake, p) for p in sorted(lake.store.list("pins")) if p.endswith(".json")]
+
+
+def _read_pin(lake: Lake, path: str) -> Pin:
+    where = lake.store.url(path)
+    try:
+        data = parse_json(lake.store.read(path), where)
+        validate(data, "pin", where)
+    except InvalidInput as error:
+        raise Corrupt(
+            f"{error}; restore the file from a copy, or remove it and pin again"
+        ) from None
+    if path != _pin_path(data["name"]):
+        raise Corrupt(f"{where} holds the pin {data['name']!r}: it was renamed, name it back")
+    return Pin(**data)
+
+
+def _pin_path(name: str) -> str:
+    return f"pins/{name}.json"
 
 
 def pin(lake_url: str, name: str, version: int | None = None) -> Pin:
@@ -77,7 +89,7 @@ def pin(lake_url: str, name: str, version: int | None = None) -> Pin:
         if taken[0].version == found.version:
             return taken[0]
         raise InvalidInput(f"pin {name!r} names version {taken[0].version} already: use a new name")
-    lake.store.put_new(f"pins/{name}.json", json.dumps(found.__dict__).encode())
+    lake.store.put_new(_pin_path(name), json.dumps(found.__dict__).encode())
     return found
 
 

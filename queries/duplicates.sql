@@ -1,6 +1,6 @@
 -- name: duplicates
 -- description: samples that are live twice (damage), and different samples with the same tokens
--- params: limit=1000
+-- params: limit=1000 min 0
 with copies as (
     select 'same sample_id' as kind, sample_id as key, count(*) as copies,
         sum(length)::bigint as tokens, list(segment_id order by segment_id)[:10] as members

@@ -1,6 +1,6 @@
 -- name: epoch
 -- description: the order in which one epoch visits the samples
--- params: seed=0, epoch=0
+-- params: seed=0 min 0, epoch=0 min 0
 -- md5 of (seed, epoch, sample_id): the same order on every machine and in every DuckDB version,
 -- which hash() and random() do not promise. sample_id breaks ties, so the order is total.
 select

@@ -1,6 +1,6 @@
 -- name: forecast
 -- description: bytes the whole plan will take on disk at the ratio measured so far (or `ratio`)
--- params: ratio=0.0
+-- params: ratio=0.0 min 0
 -- stored bytes count all segments ever committed, also hidden samples: they are on disk until a
 -- vacuum. ratio (stored / raw) is used while nothing is committed yet, or when it is not 0.
 with planned as (

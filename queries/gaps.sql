@@ -1,6 +1,6 @@
 -- name: gaps
 -- description: planned samples that are not in the lake, longest first
--- params: source=%, split=%, limit=1000
+-- params: source=%, split=%, limit=1000 min 0
 -- source and split are LIKE patterns; all_missing counts every gap, also those past the limit
 select p.sample_id, p.source, p.split, p.length, count(*) over () as all_missing
 from plan p

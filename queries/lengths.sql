@@ -1,6 +1,6 @@
 -- name: lengths
 -- description: histogram of sample lengths, planned and committed, in buckets of `width` tokens
--- params: width=512, source=%
+-- params: width=512 min 1, source=%
 with lengths as (
     select length // $width as bucket, 1 as planned, 0 as committed, length as planned_tokens,
         0 as committed_tokens

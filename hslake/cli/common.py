@@ -65,6 +65,9 @@ class Group(TyperGroup):
         except Exception as error:
             if debug(ctx) or _is_cli(error):
                 raise
+            if isinstance(error, OSError):  # the machine's answer, not a bug of ours
+                _print_error(_os_error(error))
+                raise typer.Exit(InvalidInput.exit_code) from error
             _print_error(
                 f"a bug in hslake: {type(error).__name__}: {error}\n"
                 "Run again as `hslake --debug ...` for the traceback, and report it"
@@ -76,6 +79,12 @@ def debug(ctx: typer.Context) -> bool:
     """Whether tracebacks are wanted: --debug or HSLAKE_DEBUG."""
     root = ctx.find_root()
     return bool(root.params.get("debug")) or os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def _os_error(error: OSError) -> str:
+    names = [str(n) for n in (error.filename, error.filename2) if n is not None]
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{' and '.join(names)}: {what}" if names else what
 
 
 def _is_cli(error: Exception) -> bool:

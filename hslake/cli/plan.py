@@ -85,6 +85,8 @@ def _print(report: "PlanReport") -> None:
             f"{format_bytes(raw)} raw, {format_bytes(stored)} stored "
             f"({report.ratio_basis} ratio {report.ratio:.3f})"
         )
+    if not report.rows:
+        note("note: the files hold no rows")
     if report.unused_columns:
         note(f"note: columns not used: {', '.join(report.unused_columns)}")
     if report.unsupervised:

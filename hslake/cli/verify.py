@@ -78,12 +78,14 @@ def verify(
             print(f"  … {len(report.damage) - _SHOWN} more; --json lists all")
     if not report.ok:
         lost = len({s for d in report.damage for s in d.sample_ids})
-        todo = (
-            "they are hidden now: run extract and compact to fetch them again"
-            if report.quarantined
-            else "run again with --quarantine to hide them, then extract fetches them again"
-        )
-        raise CheckFailed(f"{lost} samples are damaged, expected none: {todo}")
+        if report.quarantined:
+            todo = "they are hidden now: run extract and compact to fetch them again"
+        elif lost:
+            todo = "run again with --quarantine to hide them, then extract fetches them again"
+        else:
+            todo = "every sample reads back; restore the objects named from a copy"
+        found = f"{len(report.damage)} findings, {lost} samples damaged"
+        raise CheckFailed(f"{found}, expected none: {todo}")
 
 
 def register(app: typer.Typer) -> None:

@@ -11,6 +11,7 @@ from hslake.errors import InvalidInput
 from hslake.units import format_bytes
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_LONGEST = 36_500 * 86_400  # a century: before the year 1 there is no date to compare with
 
 
 def parse_duration(text: str, what: str) -> timedelta:
@@ -18,7 +19,10 @@ def parse_duration(text: str, what: str) -> timedelta:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw])\s*", text.lower())
     if not match:
         raise InvalidInput(f"{what}: found {text!r}, expected a duration such as 30d or 12h")
-    return timedelta(seconds=float(match[1]) * _UNITS[match[2]])
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds > _LONGEST:
+        raise InvalidInput(f"{what}: found {text!r}, expected at most {_LONGEST // 86_400}d")
+    return timedelta(seconds=seconds)
 
 
 @examples("hslake log LAKE", "hslake log LAKE --limit 0 --json")

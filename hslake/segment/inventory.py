@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from hslake.errors import Corrupt, InvalidInput, Missing
-from hslake.schemas import validate
+from hslake.schemas import parse_json, validate
 from hslake.segment.layout import INVENTORY, segment_prefix
 from hslake.store import Store
 
@@ -45,10 +45,10 @@ def digest(data: bytes) -> str:
 def parse(data: bytes, where: str = INVENTORY) -> tuple[str, list[Object]]:
     """Segment id and objects of an inventory. Raises Corrupt naming `where`."""
     try:
-        document = json.loads(data)
+        document = parse_json(data, where)
         validate(document, "inventory", where)
-    except (ValueError, InvalidInput) as e:
-        raise Corrupt(f"{where}: {e}: not a readable inventory; the segment is damaged") from None
+    except InvalidInput as e:
+        raise Corrupt(f"{e}: not a readable inventory; the segment is damaged") from None
     return document["segment_id"], [Object(**o) for o in document["objects"]]
 
 

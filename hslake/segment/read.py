@@ -20,6 +20,7 @@ from hslake.segment.layout import (
 from hslake.segment.shard import ABSENT, parse_index
 from hslake.spec import LakeSpec
 from hslake.store import Store
+from hslake.streams import stream_names
 
 # Reading over a gap this small beats another request.
 _GAP_BYTES = 1 << 20
@@ -98,6 +99,8 @@ def _window(spec: LakeSpec, token_start: int, length: int, rows: slice | None) -
             f"a sample of {length} tokens at {token_start}: expected at least one token and a "
             f"start that is a multiple of {size}; take both from the manifest"
         )
+    if not isinstance(rows, slice | None):
+        raise InvalidInput(f"rows: found {rows!r}, expected a slice such as slice(0, 128)")
     start, stop, step = (rows or slice(None)).indices(length)
     if step != 1:
         raise InvalidInput(f"rows {rows}: expected a step of 1; thin out what comes back")
@@ -107,7 +110,7 @@ def _window(spec: LakeSpec, token_start: int, length: int, rows: slice | None) -
 def _stream_numbers(spec: LakeSpec, streams: Sequence[str | int] | None) -> list[int]:
     if streams is None:
         return list(range(len(spec.streams)))
-    names = [str(s) for s in streams]
+    names = stream_names(streams)
     unknown = [s for s in names if s not in spec.streams]
     if unknown:
         raise InvalidInput(

@@ -18,7 +18,7 @@ from hslake import query
 from hslake.errors import InvalidInput
 from hslake.lake import Lake, open_lake
 from hslake.segment.read import read_rows, read_tokens
-from hslake.streams import FINAL
+from hslake.streams import FINAL, stream_names
 from hslake.torch.collate import TORCH_DTYPES, Batch, Shape, Slot, bits, huge
 
 LATEST = "latest-per-epoch"
@@ -51,9 +51,11 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         split: str | None = None,
         version: int | str | None = None,
     ) -> None:
-        if isinstance(version, str) and version != LATEST:
-            raise InvalidInput(f"version: found {version!r}, expected a number or {LATEST!r}")
         self.follows_latest = version == LATEST
+        if isinstance(version, bool) or not (
+            self.follows_latest or isinstance(version, int | None)
+        ):
+            raise InvalidInput(f"version: found {version!r}, expected a number or {LATEST!r}")
         pinned = version if isinstance(version, int) else None
         if not isinstance(lake, Lake):
             lake = open_lake(lake, pinned)
@@ -164,9 +166,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
 def _select_streams(have: tuple[str, ...], want: Any) -> tuple[str, ...]:
     if want is None:
         return tuple(have)
-    if isinstance(want, str):
-        want = [want]
-    wanted = [str(stream) for stream in want]
+    wanted = list(stream_names(want))
     unknown = [stream for stream in wanted if stream not in have]
     if unknown or not wanted:
         raise InvalidInput(

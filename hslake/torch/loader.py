@@ -37,6 +37,8 @@ from hslake.torch.dataset import HiddenStateDataset
 from hslake.torch.order import (
     EpochPlan,
     check_batch_settings,
+    check_choice,
+    check_least,
     epoch_plan,
     rank_batches,
     steps,
@@ -104,15 +106,18 @@ class HiddenStateLoader:
         pad_multiple: int = 1,
         pin_memory: bool = False,
     ) -> None:
+        if not isinstance(dataset, HiddenStateDataset):
+            raise InvalidInput(f"dataset: found {dataset!r}, expected a HiddenStateDataset")
         check_batch_settings(tokens_per_batch, layout, pad_multiple)
-        _one_of("on_error", on_error, ON_ERROR)
-        _one_of("oversize", oversize, OVERSIZE)
+        check_choice("on_error", on_error, ON_ERROR)
+        check_choice("oversize", oversize, OVERSIZE)
+        check_least("threads", 1 if threads is None else threads, 1)
+        check_least("prefetch_bytes", prefetch_bytes, 0)
+        check_least("error_budget", error_budget, 0)
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidInput(
                 f"found rank={rank} and world_size={world_size}, expected 0 <= rank < world_size"
             )
-        if threads is not None and threads < 1:
-            raise InvalidInput(f"threads: found {threads}, expected at least 1")
         if world_size > 1 and dataset.follows_latest:
             log.info("pass set_epoch(epoch, version=...) so that all ranks read the same version")
         self.dataset = dataset
@@ -210,9 +215,10 @@ class HiddenStateLoader:
         going on would replay or skip samples.
         """
         for name, kind in _STATE.items():
-            if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
+            value = state.get(name) if isinstance(state, dict) else state
+            if type(value) is not kind:
                 raise InvalidInput(
-                    f"loader state: {name!r} is {state.get(name)!r}, expected {kind.__name__}: "
+                    f"loader state: {name!r} is {value!r}, expected {kind.__name__}: "
                     "pass what state_dict() returned"
                 )
         if state["seed"] != self.seed:
@@ -395,8 +401,3 @@ class HiddenStateLoader:
 
 def _fields(damage: Damage) -> tuple[str, str, str]:
     return damage.sample_id, damage.segment_id, damage.error
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidInput(f"{name}: found {value!r}, expected one of {', '.join(choices)}")

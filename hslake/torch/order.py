@@ -139,14 +139,25 @@ def shuffle_batches(
     return shuffled, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise InvalidInput unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidInput(f"{name}: found {value!r}, expected one of {', '.join(choices)}")
+
+
+def check_least(name: str, value: int, least: int) -> None:
+    """Raise InvalidInput unless `value` is a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise InvalidInput(f"{name}: found {value!r}, expected at least {least}")
+
+
 def check_batch_settings(tokens_per_batch: int, layout: str, multiple: int) -> None:
     """Raise InvalidInput unless the settings make sense together."""
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout: found {layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if tokens_per_batch < 1 or multiple < 1:
+    check_choice("layout", layout, LAYOUTS)
+    if not all(type(n) is int and n >= 1 for n in (tokens_per_batch, multiple)):
         raise InvalidInput(
-            f"found tokens_per_batch={tokens_per_batch} and pad_multiple={multiple}, "
-            "expected both to be at least 1"
+            f"found tokens_per_batch={tokens_per_batch!r} and pad_multiple={multiple!r}, "
+            "expected whole numbers of at least 1"
         )
     if tokens_per_batch % multiple:
         raise InvalidInput(
