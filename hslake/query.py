@@ -266,7 +266,7 @@ def _typed(query: NamedQuery, key: str, value: Any) -> Any:
     default, least = query.params[key], query.least.get(key, -_LARGEST)
     if isinstance(default, str):
         return str(value)
-    found = _value(value) if isinstance(value, str) else value
+    found: Any = _value(value) if isinstance(value, str) else value
     wanted = (int,) if isinstance(default, int) else (int, float)
     fits = isinstance(found, wanted) and not isinstance(found, bool)
     if not fits or not least <= found <= _LARGEST:  # false for NaN too

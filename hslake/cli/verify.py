@@ -84,8 +84,9 @@ def verify(
             todo = "run again with --quarantine to hide them, then extract fetches them again"
         else:
             todo = "every sample reads back; restore the objects named from a copy"
-        found = f"{len(report.damage)} findings, {lost} samples damaged"
-        raise CheckFailed(f"{found}, expected none: {todo}")
+        raise CheckFailed(
+            f"{len(report.damage)} findings, {lost} samples damaged, expected none: {todo}"
+        )
 
 
 def register(app: typer.Typer) -> None:

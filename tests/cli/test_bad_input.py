@@ -8,12 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.lakes import MadeLake, make_lake
 from typer.testing import CliRunner, Result
 
 import hslake
 from hslake.cli import app
 from hslake.errors import Corrupt, InvalidInput, Missing
+from tests.lakes import MadeLake, make_lake
 
 Snapshot = dict[str, bytes]
 Row = dict[str, Any]
