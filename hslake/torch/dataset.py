@@ -52,9 +52,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         version: int | str | None = None,
     ) -> None:
         self.follows_latest = version == LATEST
-        if isinstance(version, bool) or not (
-            self.follows_latest or isinstance(version, int | None)
-        ):
+        if not (self.follows_latest or version is None or type(version) is int):
             raise InvalidInput(f"version: found {version!r}, expected a number or {LATEST!r}")
         pinned = version if isinstance(version, int) else None
         if not isinstance(lake, Lake):
