@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction
 from deltalake.exceptions import DeltaError, TableNotFoundError
@@ -57,6 +58,20 @@ class TableState:
                 urls = [unquote(u.removeprefix("file://")) for u in urls]
             self._files = sorted(urls)
         return list(self._files)
+
+    def change_files(self) -> list[str]:
+        """Those of `files` that may hold rows of another op than `add`.
+
+        The log's statistics say which cannot, so hides are found without opening every file.
+        """
+        actions = pa.table(self._table.get_add_actions(flatten=True))
+        if not {"min.op", "max.op"} <= set(actions.column_names):
+            return self.files()
+        columns = (actions[c].to_pylist() for c in ("path", "min.op", "max.op"))
+        adds = {p for p, low, high in zip(*columns, strict=True) if low == high == "add"}
+        return [
+            f for f in self.files() if f.removeprefix(f"{self.store.url(self.name)}/") not in adds
+        ]
 
     def arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows; columns that older files lack are null. Raises Corrupt."""
@@ -243,7 +258,7 @@ def commit(
         # The data is durable before the log can name it.
         store.put(f"{name}/{path}", body)
         try:
-            _append(state, path, len(body), data.num_rows, Transaction(txn_id, version))
+            _append(state, path, len(body), data, Transaction(txn_id, version))
         except Exception as error:
             # Whatever was reported, the commit may have succeeded: only the table knows.
             now = open_table(store, name)
@@ -270,10 +285,16 @@ def commit(
         return version
 
 
-def _append(state: TableState, path: str, size: int, rows: int, txn: Transaction) -> None:
+def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transaction) -> None:
     """Write the log entry of version `state.version + 1`, or raise: never a later one."""
-    stats = json.dumps({"numRecords": rows})
-    add = AddAction(path, size, {}, time.time_ns() // 1_000_000, True, stats)
+    ops = pc.min_max(data["op"]).as_py()
+    stats = {
+        "numRecords": data.num_rows,
+        "minValues": {"op": ops["min"]},
+        "maxValues": {"op": ops["max"]},
+        "nullCount": {"op": 0},
+    }
+    add = AddAction(path, size, {}, time.time_ns() // 1_000_000, True, json.dumps(stats))
     state._table.create_write_transaction(
         [add],
         mode="append",

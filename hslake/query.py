@@ -26,7 +26,7 @@ from hslake import schemas
 from hslake.errors import Corrupt, HslakeError, InvalidInput, NoSpace
 from hslake.spec import LakeSpec
 from hslake.store import Store
-from hslake.views import VIEWS
+from hslake.views import HIDES, LOGS, TOMBSTONES, VIEWS
 
 if TYPE_CHECKING:
     from hslake.lake import Lake
@@ -36,6 +36,16 @@ _GIB = 1 << 30
 _LARGEST = (1 << 63) - 1  # of a bigint
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAM = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(\S*)(?:\s+min\s+([0-9.]+))?")
+_SQL_TYPES = {
+    "int32": "integer",
+    "int64": "bigint",
+    "float": "float",
+    "string": "varchar",
+    "timestamp": "timestamptz",
+    "list<int32>": "integer[]",
+    "list<int64>": "bigint[]",
+    "list<float>": "float[]",
+}
 _READS = ("SELECT", "EXPLAIN")
 
 
@@ -58,16 +68,25 @@ class NamedQuery:
 
 def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     """A read-only connection with the views of `lake` at the version it is open at."""
-    files = {"manifest": lake.manifest_table().files(), "plan": lake.plan_table().files()}
-    return connect_files(files, lake.spec, filesystem(lake.store))
+    tables = {"manifest": lake.manifest_table(), "plan": lake.plan_table()}
+    return connect_files(
+        {name: table.files() for name, table in tables.items()},
+        lake.spec,
+        filesystem(lake.store),
+        {name: table.change_files() for name, table in tables.items()},
+    )
 
 
 def connect_files(
-    files: Mapping[str, Sequence[str]], spec: LakeSpec | None = None, filesystem: Any = None
+    files: Mapping[str, Sequence[str]],
+    spec: LakeSpec | None = None,
+    filesystem: Any = None,
+    changes: Mapping[str, Sequence[str]] | None = None,
 ) -> duckdb.DuckDBPyConnection:
     """A connection over explicit Parquet files: `files["manifest"]` and `files["plan"]`.
 
-    `filesystem`: the fsspec filesystem that opens them when they are not local.
+    `filesystem`: the fsspec filesystem that opens them when they are not local; `changes`: those
+    of the files that may hold hides and tombstones (default: all).
     """
     spill = Path(tempfile.gettempdir()) / f"hslake-duckdb-{uuid.uuid4().hex}"
     con = duckdb.connect(
@@ -84,40 +103,48 @@ def connect_files(
     )
     with contextlib.suppress(duckdb.Error):  # a build without ICU has no time zones: UTC anyway
         con.execute("set TimeZone = 'UTC'")
+    con.execute("set parquet_metadata_cache = true")  # the files never change
     if filesystem is not None:
         con.register_filesystem(filesystem)
-    tables = (("manifest", "manifest", files["manifest"]), ("plan_log", "plan", files["plan"]))
-    paths: list[str] = []
-    for view, schema, urls in tables:
+
+    def canonical(urls: Sequence[str]) -> list[str]:
         # The names DuckDB gets back from fsspec, which are those it asks leave for.
-        names = [_canonical(filesystem, u) for u in urls] if filesystem else list(urls)
-        _table_view(con, view, schema, names)
-        paths += names
+        return [_canonical(filesystem, u) for u in urls] if filesystem else list(urls)
+
+    paths = {name: canonical(urls) for name, urls in files.items()}
+    for table, name, sql in (("hides", "manifest", HIDES), ("tombstones", "plan", TOMBSTONES)):
+        some = canonical((changes or files)[name])
+        _run(con, f"create temp table {table} as {sql.format(log=_rows(name, some))}", name)
     _spec_view(con, spec)
-    for name, sql in VIEWS.items():
-        con.execute(f"create temp view {name} as {sql}")
-    con.execute(f"set allowed_paths = {_literal(paths)}")
+    # Making a view binds it, which opens every file under it, and the views stand on one another:
+    # so they are made over no files, which are put under them afterwards.
+    for view, name in LOGS.items():
+        con.execute(f"create temp view {view} as {_rows(name, [])}")
+    for view, sql in VIEWS.items():
+        con.execute(f"create temp view {view} as {sql}")
+    for view, name in LOGS.items():
+        _run(con, f"create or replace temp view {view} as {_rows(name, paths[name])}", name)
+    con.execute(f"set allowed_paths = {_literal([p for some in paths.values() for p in some])}")
     con.execute("set enable_external_access = false")
     con.execute("set lock_configuration = true")
     return con
 
 
-def _table_view(con: duckdb.DuckDBPyConnection, view: str, schema: str, files: list[str]) -> None:
-    """A view over the Parquet files, or over no rows when there are none."""
-    empty = schemas.arrow_schema(schema).empty_table()
-    if not files:
-        con.register(f"_{view}_empty", empty)
-        con.execute(f"create temp table {view} as select * from _{view}_empty")
-        con.unregister(f"_{view}_empty")
-        return
+def _rows(schema: str, files: Sequence[str]) -> str:
+    """SQL for the rows of a table's Parquet files; the same columns when there are none."""
+    if files:
+        return f"select * from read_parquet({_literal(files)}, union_by_name = true)"
+    fields = schemas.load(schema)["fields"]
+    columns = (f"null::{_SQL_TYPES[f['type']]} as {f['name']}" for f in fields)
+    return f"select {', '.join(columns)} limit 0"
+
+
+def _run(con: duckdb.DuckDBPyConnection, sql: str, table: str) -> None:
     try:
-        con.execute(
-            f"create temp view {view} as "
-            f"select * from read_parquet({_literal(files)}, union_by_name = true)"
-        )
+        con.execute(sql)
     except duckdb.Error as error:
         raise Corrupt(
-            f"a file of the lake's {schema} table cannot be read: {_first_line(error)}; "
+            f"a file of the lake's {table} table cannot be read: {_first_line(error)}; "
             "the table needs every file that its log names: restore it from a copy"
         ) from error
 

@@ -2,12 +2,23 @@
 
 Anti joins are written as joins: DuckDB plans NOT EXISTS over Parquet as a de-correlated subquery,
 which is seven times slower on ten million rows.
+
+Each mention of a view opens every file of its table again: with one small file a commit, which is
+what a compactor leaves, that costs more than the rows. A view or query that needs samples more than
+once keeps the columns it needs in a materialized CTE.
+"""
+
+# Views over a table's files, and the table.
+LOGS = {"manifest": "manifest", "plan_log": "plan"}
+
+# What takes rows away is small and in few files: read once, when a connection is made.
+HIDES = "select distinct sample_id, segment_id from ({log}) where op = 'hide'"
+TOMBSTONES = """
+    select sample_id, max(commit_version) as commit_version
+    from ({log}) where op = 'tombstone' group by sample_id
 """
 
 VIEWS: dict[str, str] = {
-    "hides": """
-        select distinct sample_id, segment_id from manifest where op = 'hide'
-    """,
     # Nothing here looks at more than the small set of hides: no window over the manifest.
     "samples": """
         select m.* exclude (op, reason)
@@ -31,10 +42,6 @@ VIEWS: dict[str, str] = {
         left join hides h on h.sample_id = m.sample_id and h.segment_id = m.segment_id
         where m.op = 'add'
         group by m.segment_id
-    """,
-    "tombstones": """
-        select sample_id, max(commit_version) as commit_version
-        from plan_log where op = 'tombstone' group by sample_id
     """,
     # A tombstone ends what was planned up to it; the id may be planned again later.
     "plan": """

@@ -1,31 +1,36 @@
 -- name: integrity
 -- description: checks that need only the manifest; `failures` should be 0 everywhere
-with checks as (
-    select 1 as n, 'sample live twice' as "check",
-        (select count(*) from (select 1 from samples group by sample_id having count(*) > 1)) as failures,
-        (select min(sample_id) from
-            (select sample_id from samples group by sample_id having count(*) > 1)) as example
+with live as materialized (
+    select sample_id, source, split, length, token_hash, segment_id, token_start, segment_tokens,
+        list_sum(nonfinite) as nonfinite, list_min(absmax) as least, len(checksum) as checksums,
+        len(rms) as statistics
+    from samples
+), planned as materialized (
+    select sample_id, source, split, length, token_hash from plan
+), twice as (
+    select sample_id from live group by sample_id having count(*) > 1
+), checks as (
+    select 1 as n, 'sample live twice' as "check", count(*) as failures, min(sample_id) as example
+    from twice
     union all
     select 2, 'not in the plan', count(*), min(s.sample_id)
-    from samples s anti join plan p on p.sample_id = s.sample_id
+    from live s anti join planned p on p.sample_id = s.sample_id
     union all
     select 3, 'tokens, length or split other than planned', count(*), min(s.sample_id)
-    from samples s join plan p on p.sample_id = s.sample_id
+    from live s join planned p on p.sample_id = s.sample_id
     where p.token_hash <> s.token_hash or p.length <> s.length or p.source <> s.source
         or p.split <> s.split
     union all
-    select 4, 'non-finite values', count(*), min(sample_id)
-    from samples where list_sum(nonfinite) > 0
+    select 4, 'non-finite values', count(*), min(sample_id) from live where nonfinite > 0
     union all
-    select 5, 'all-zero stream', count(*), min(sample_id)
-    from samples where list_min(absmax) = 0
+    select 5, 'all-zero stream', count(*), min(sample_id) from live where least = 0
     union all
     select 6, 'wrong number of streams', count(*), min(sample_id)
-    from samples, spec
-    where len(checksum) <> len(spec.streams) or len(rms) <> len(spec.streams)
+    from live, spec
+    where checksums <> len(spec.streams) or statistics <> len(spec.streams)
     union all
     select 7, 'rows outside the segment or off a chunk boundary', count(*), min(sample_id)
-    from samples
+    from live
     where length < 1 or token_start < 0 or token_start + length > segment_tokens
         or token_start % 256 <> 0
     union all
@@ -33,7 +38,7 @@ with checks as (
     from (
         select sample_id, segment_id, token_start,
             lag(token_start + length) over (partition by segment_id order by token_start) as ends
-        from samples
+        from live
     ) where ends > token_start
     union all
     select 9, 'segment described in two ways', count(*), min(segment_id)
@@ -48,6 +53,6 @@ with checks as (
         on m.sample_id = h.sample_id and m.segment_id = h.segment_id and m.op = 'add'
     union all
     select 11, 'sample in a condemned segment', count(*), min(s.sample_id)
-    from samples s semi join manifest c on c.segment_id = s.segment_id and c.op = 'condemn'
+    from live s semi join manifest c on c.segment_id = s.segment_id and c.op = 'condemn'
 )
 select "check", failures, example from checks order by n

@@ -161,11 +161,30 @@ def test_failure_is_retried_then_raised(store: Store, monkeypatch: pytest.Monkey
 def test_stale_append_is_refused(store: Store) -> None:
     stale = catalog.open_table(store, "manifest")
     catalog.commit(store, "manifest", lambda _: rows("a"), "t")
-    data = catalog._parquet(catalog._fill(rows("b"), "manifest", 1))
+    table = catalog._fill(rows("b"), "manifest", 1)
+    data = catalog._parquet(table)
     store.put("manifest/late.parquet", data)
     with pytest.raises(Exception, match=r"(?i)commit|version|exist"):
-        catalog._append(stale, "late.parquet", len(data), 1, catalog.Transaction("late", 1))
+        catalog._append(stale, "late.parquet", len(data), table, catalog.Transaction("late", 1))
     assert ids(catalog.open_table(store, "manifest")) == ["a"]
+
+
+def test_files_with_hides_are_known_from_the_log(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:  # as an older hslake, or another client, commits
+        patch.setattr(catalog.pc, "min_max", lambda column: pa.scalar({"min": None, "max": None}))
+        catalog.commit(store, "manifest", lambda _: rows("a"), "t0")
+    for i in range(1, 12):  # past a checkpoint, which keeps the statistics too
+        table = rows(f"s{i}")
+        if i % 5 == 0:
+            hide = table.set_column(0, "op", pa.array(["hide"]))
+            table = pa.concat_tables([table, hide])
+        catalog.commit(store, "manifest", lambda _, t=table: t, f"t{i}")
+    state = catalog.open_table(store, "manifest")
+    found = [int(Path(f).name.split("-")[1]) for f in state.change_files()]
+    assert found == [1, 6, 11]
+    assert set(state.change_files()) <= set(state.files())
 
 
 def test_build_may_abort_or_do_nothing(store: Store) -> None:

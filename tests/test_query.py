@@ -1,5 +1,6 @@
 """Views and named queries over hand-made manifests, and what the connection refuses."""
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -360,6 +361,35 @@ def test_reads_through_fsspec(tmp_path: Path) -> None:
         assert rows(con, "select count(*) as n from samples") == [{"n": 2}]
         with pytest.raises(InvalidInput, match="Cannot access"):
             query.execute(con, "select * from read_text('memory://lake/other.txt')")
+
+
+def test_files_are_opened_a_few_times_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lake has a manifest file for every segment: views that open them all when they are made, or
+    # a query that goes through them ten times, take seconds.
+    memory = fsspec.filesystem("memory")
+    urls: dict[str, list[str]] = {}
+    for name, paths in files(tmp_path, MANIFEST, PLAN).items():
+        urls[name] = [f"memory://opens/{name}-{i}.parquet" for i in range(len(paths))]
+        for url, path in zip(urls[name], paths, strict=True):
+            memory.pipe(url.removeprefix("memory:/"), Path(path).read_bytes())
+    opened: Counter[str] = Counter()
+    real = type(memory)._open
+
+    def count(self: object, path: str, *args: object, **more: object) -> object:
+        opened[Path(path).name] += 1
+        return real(self, path, *args, **more)
+
+    monkeypatch.setattr(type(memory), "_open", count)
+    changes = {"manifest": urls["manifest"][1:], "plan": urls["plan"][1:]}
+    with query.connect_files(urls, SPEC, memory, changes) as con:
+        assert opened["manifest-0.parquet"] == opened["plan-0.parquet"] == 1
+        # DuckDB opens a file up to four times for each time a query names its table.
+        for name, scans in (("gaps", 1), ("duplicates", 1), ("coverage", 2), ("integrity", 4)):
+            opened.clear()
+            found = rows(con, name)
+            assert max(opened.values()) <= 4 * scans, (name, opened)
+            with query.connect_files(urls, SPEC, memory) as all_changes:
+                assert rows(all_changes, name) == found
 
 
 def test_spills_to_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
