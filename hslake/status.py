@@ -151,12 +151,13 @@ def status(
 
 def local_statuses(root: Path) -> list[ServerStatus]:
     """What a staging folder on this machine tells: one status for each page of events."""
-    from hslake.staging import read_status
+    from hslake.staging import StatusReader
 
+    reader = StatusReader(root)
     found: list[ServerStatus] = []
     while not found or found[-1].more:
         since = found[-1].cursors if found else None
-        found.append(parse_status(read_status(root, since), str(root)))
+        found.append(parse_status(reader.read(since), str(root)))
     return found
 
 

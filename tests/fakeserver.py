@@ -22,7 +22,7 @@ from hslake import checksum
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId, parse_request_id
 from hslake.spec import LakeSpec
-from hslake.staging import Reservation, StagingWriter
+from hslake.staging import Reservation, StagingWriter, StatusReader
 
 T = TypeVar("T")
 Script = Callable[[RequestId, int], str]
@@ -120,6 +120,7 @@ class FakeServer:
 
     async def _start(self) -> None:
         self.lives += 1
+        self._reader = StatusReader(self.staging)
         self._run = f"{id(self):x}-{self.lives}"
         self.writer = StagingWriter(
             self.staging,
@@ -182,7 +183,7 @@ class FakeServer:
         return web.json_response({"model_path": "fake", "version": "0", **limits})
 
     async def _status(self, request: web.Request) -> web.Response:
-        found = endpoint.answer(self.staging, self._run, request.query.get("since"))
+        found = endpoint.answer(self._reader, self._run, request.query.get("since"))
         if self.status_lake_id is not None:
             found["lake_id"] = self.status_lake_id
         return web.json_response(found)

@@ -2,7 +2,7 @@
 
 from hslake.staging.part import PartInfo, Reserved
 from hslake.staging.reader import WriterDir, read_part, scan
-from hslake.staging.status import read_status
+from hslake.staging.status import StatusReader, read_status
 from hslake.staging.writer import Reservation, RowViews, StagingWriter
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Reserved",
     "RowViews",
     "StagingWriter",
+    "StatusReader",
     "WriterDir",
     "read_part",
     "read_status",

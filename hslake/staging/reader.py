@@ -65,8 +65,8 @@ def part_attributes(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_part(path: Path) -> PartInfo:
-    """Journal of one part folded to one state per reservation.
+def read_part(path: Path, *, dead: bool = False) -> PartInfo:
+    """Journal of one part folded to one state per reservation. `dead`: its writer is.
 
     A damaged frame ends the reading; what came before it is returned with `damage` set.
     """
@@ -76,7 +76,7 @@ def read_part(path: Path) -> PartInfo:
     reserved: dict[tuple[str, int], Reserved] = {}
     damage = None
     try:
-        for row in read_frames(path / JOURNAL, "journal"):
+        for row in read_frames(path / JOURNAL, "journal", final=sealed or dead):
             _fold(reserved, row, path)
     except Corrupt as e:
         damage = str(e)

@@ -128,6 +128,7 @@ def test_too_long_and_foreign_are_refused(tmp_path):
 def test_status_pages_events_from_the_cursor(tmp_path):
     w = writer(tmp_path, spec())
     put(w, "a", 3, 1)
+    w.tick()
     first = read_status(tmp_path)["writers"][0]
     assert first["cursor"] == 1 and first["samples_captured"] == 1
     w.drop(RequestId(w.spec.lake8, "attempt2", 3, "A1", "b"), "no space")
@@ -139,7 +140,10 @@ def test_any_flipped_bit_in_a_journal_is_noticed(tmp_path):
     path = tmp_path / "events"
     f = FrameWriter(path, "events")
     rows = [
-        {"seq": i, "attempt": "a", "sample_id": "s", "state": "captured", "reason": None}
+        {
+            "seq": i, "attempt": "a", "sample_id": "s", "state": "captured", "reason": None,
+            "part": "part-000001",
+        }
         for i in range(1, 4)
     ]
     for row in rows:
