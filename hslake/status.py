@@ -106,9 +106,12 @@ def status(
     """Coverage and storage from the lake; staging fill and health from `servers` and `staging`.
 
     A server that does not answer is a line of the report, not an error. Raises Missing (no lake, no
-    staging folder), InvalidInput (an impossible address).
+    staging folder), InvalidInput (an impossible address, staging of another lake).
     """
+    from hslake.staging.check import check_roots
+
     roots = [Path(s) for s in staging]
+    check_roots(roots, hslake.open(lake_url).spec)
     # Staging first: what is committed in between is then counted once, as committed.
     told = asyncio.run(_ask(list(dict.fromkeys(servers))))
     told += [(str(root), status) for root in roots for status in local_statuses(root)]

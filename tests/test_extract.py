@@ -17,7 +17,7 @@ import hslake
 from hslake.compact import compact
 from hslake.drive import Limits
 from hslake.errors import CheckFailed, InvalidInput, Missing
-from hslake.extract import ExtractReport, extract, extract_async
+from hslake.extract import ExtractOptions, ExtractReport, extract, extract_async
 from hslake.ids import RequestId
 from hslake.staging import read_status
 from hslake.verify import hide
@@ -56,8 +56,8 @@ class World:
         return FakeServer(self.url, self.staging, **options)  # type: ignore[arg-type]
 
     def extract(self, *servers: FakeServer, **options: object) -> ExtractReport:
-        options = {"limits": FAST, **options}
-        return extract(self.url, [s.url for s in servers], **options)  # type: ignore[arg-type]
+        given = ExtractOptions(**{"limits": FAST, **options})  # type: ignore[arg-type]
+        return extract(self.url, [s.url for s in servers], given)
 
     def check_lake(self) -> None:
         """Everything planned is in the lake, once, and is what the server computed."""
@@ -250,7 +250,7 @@ def test_all_servers_gone_for_good(world: World) -> None:
         assert not report.passed and "no server answers" in report.message
         # Its staging is still there: with it, only the rest is asked for.
         with world.serve(part_tokens=8192) as fresh:
-            more = world.extract(fresh, staging=[world.staging])
+            more = world.extract(fresh, staging=(world.staging,))
             assert more.complete and len(fresh.requests) == 60 - len(server.captured)
     world.check_lake()
 
@@ -295,7 +295,7 @@ def test_too_long_for_parts_or_context(tmp_path: Path) -> None:
         assert "2 longer than the server takes (599 tokens)" in report.message
         assert len(server.requests) == 2
     with world.serve(part_tokens=1024) as server:
-        report = world.extract(server, staging=[world.staging])
+        report = world.extract(server, staging=(world.staging,))
         assert report.captured == 1
         assert "1 longer than a staging part (1,024 tokens)" in report.message
 
@@ -347,7 +347,7 @@ def test_where_order_and_limit(world: World) -> None:
             where="source = 'A1' and length > 20 -- the first source",
             order="length desc",
             limit=4,
-            concurrency=1,
+            limits=replace(FAST, requests=1),
         )
         assert report.captured == 4 and report.passed and not report.complete
         assert report.message.startswith("done as far as asked: ")
@@ -375,7 +375,7 @@ def test_the_default_order_mixes_and_is_fixed(world: World) -> None:
     orders = []
     for _ in range(2):
         with world.serve(part_tokens=16_384, script=lambda rid, nth: "drop") as server:
-            world.extract(server, concurrency=1, limits=replace(FAST, tries=1))
+            world.extract(server, limits=replace(FAST, requests=1, tries=1))
             orders.append([r.sample_id for r in server.requests])
     assert orders[0] == orders[1] != sorted(orders[0])
 
@@ -385,7 +385,9 @@ def test_the_default_order_mixes_and_is_fixed(world: World) -> None:
 
 async def test_cancelled_and_resumed(world: World) -> None:
     with world.serve(part_tokens=16_384, delay=0.03) as server:
-        run = asyncio.create_task(extract_async(world.url, [server.url], limits=FAST))
+        run = asyncio.create_task(
+            extract_async(world.url, [server.url], ExtractOptions(limits=FAST))
+        )
         while len(server.captured) < 10:
             await asyncio.sleep(0.01)
         run.cancel()
@@ -394,7 +396,7 @@ async def test_cancelled_and_resumed(world: World) -> None:
         assert server.aborted  # what was on its way is not computed for nobody
         await asyncio.sleep(0.2)
         done = len(server.captured)
-        report = await extract_async(world.url, [server.url], limits=FAST)
+        report = await extract_async(world.url, [server.url], ExtractOptions(limits=FAST))
         assert report.complete and report.captured == 60 - done
         assert set(server.captured.values()) == {1}
     await asyncio.to_thread(world.check_lake)

@@ -31,7 +31,10 @@ def scan(root: Path) -> list[WriterDir]:
     """Writers under a staging root, by name. Raises Missing when the root is not there."""
     root = Path(root)
     if not root.is_dir():
-        raise Missing(f"staging folder {root} is not there: start the server, or check --staging")
+        raise Missing(
+            f"staging folder {root} is not there: check --staging, or make it (on /dev/shm) before "
+            "the server starts"
+        )
     found = []
     for path in sorted(root.iterdir()):
         if not (path.is_dir() and _is_uuid(path.name)):

@@ -226,7 +226,9 @@ class StagingWriter:
             if now - reservation.touched > self._max_age_s:
                 self.abandon(reservation, "aged")
         self._recycle()
-        self._seal()
+        for part in self._parts:
+            if not part.sealed and (part.passed_over or self._idle(part)):
+                self._seal(part)
         self._write_status(force=self._status_due)
 
     def set_health(self, armed: bool, error: str | None) -> None:
@@ -267,7 +269,7 @@ class StagingWriter:
             if other is part:
                 break
             other.passed_over = True
-        self._seal()
+            self._seal(other)
         if part is None:
             raise NoSpace(f"staging: {length} rows asked, {refusal}")
         return part
@@ -286,19 +288,16 @@ class StagingWriter:
     def _filling(self, part: Part) -> bool:
         return any(r.part is part for r in self._open.values())
 
-    def _seal(self) -> None:
-        """Seal what no sample is arriving in and what must not wait for more: parts that had no
-        room for a sample, and, once the compactor has been here, parts that nothing came to for a
-        while. Without a compactor, half-full parts stay open to whatever comes."""
-        for part in self._parts:
-            if part.sealed or not part.used or self._filling(part):
-                continue
-            if part.passed_over or self._idle(part):
-                part.seal()
-                self._status_due = True
+    def _seal(self, part: Part) -> None:
+        """Seal a part that holds something, unless a sample is arriving in it."""
+        if not part.sealed and part.used and not self._filling(part):
+            part.seal()
+            self._status_due = True
 
     def _idle(self, part: Part) -> bool:
-        if self._clock() - part.touched < self._idle_s:
+        """Whether nothing came to it for a while and a compactor has been here since. Without
+        one, a half-full part stays open to whatever comes."""
+        if not part.used or self._clock() - part.touched < self._idle_s:
             return False
         return (self.folder / COMPACT_LOCK).stat().st_mtime >= part.touched
 

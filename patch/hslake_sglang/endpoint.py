@@ -42,8 +42,9 @@ def mount(app: Any, staging: Path, run: str) -> None:
 def answer(reader: StatusReader, run: str, since: str | None) -> dict[str, Any]:
     """The status document of server run `run` (hslake.staging.status).
 
-    Other servers may share the staging folder, and dead writers may lie in it: only the writers that this
-    run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it is not.
+    Other servers may share the staging folder, and dead writers may lie in it: only the writers
+    that this run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it
+    is not.
     """
     document = reader.read(parse_since(since))
     told = report.told(reader.root, run)

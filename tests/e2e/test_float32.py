@@ -14,7 +14,8 @@ import torch
 import hslake
 from examples.sglang_cpu import cpu_server
 from hslake.compact import compact
-from hslake.extract import extract
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
 from hslake.streams import draft_ids
@@ -48,7 +49,9 @@ def stage(
         client.generate(made.url, talk[0], rid="hslake.somebody.else")
         made.facts["status before"] = client.get(made.url + "/hslake/status")
         made.facts["aborted"] = _abort_and_send_again(made.url, spec.lake8)
-        made.facts["extract"] = extract(made.lake, [made.url], concurrency=CONCURRENCY)
+        made.facts["extract"] = extract(
+            made.lake, [made.url], ExtractOptions(limits=Limits(requests=CONCURRENCY))
+        )
         made.facts["status after"] = client.get(made.url + "/hslake/status")
         made.facts["compact"] = compact(made.lake, [made.staging])
         made.facts["alive"] = made.server.alive()
