@@ -57,11 +57,13 @@ class FakeServer:
         context: int | None = None,
         chunk: int = 32,
         delay: float = 0.0,
+        idle_s: float = 5.0,
         script: Script = lambda rid, nth: "ok",
     ) -> None:
         self.spec = hslake.open(lake_url).spec
         self.staging, self.part_tokens, self.max_parts = staging, part_tokens, max_parts
         self.context, self.chunk, self.delay, self.script = context, chunk, delay, script
+        self.idle_s = idle_s
         self.requests: list[RequestId] = []
         self.captured: Counter[str] = Counter()
         self.aborted: list[str] = []
@@ -137,6 +139,7 @@ class FakeServer:
                 "chunk_size": str(self.chunk),
                 "run": self._run,
             },
+            idle_s=self.idle_s,
         )
         report.tell_writer(self.staging, self._run, self.writer.writer_id)
         app = web.Application(client_max_size=64 << 20)

@@ -19,8 +19,10 @@ from hslake.drive import Limits
 from hslake.errors import CheckFailed, InvalidInput, Missing
 from hslake.extract import ExtractOptions, ExtractReport, extract, extract_async
 from hslake.ids import RequestId
-from hslake.staging import read_status
+from hslake.staging import read_part, read_status, scan
+from hslake.status import local_statuses
 from hslake.verify import hide
+from hslake.worklist import captured_attempts
 from tests.fakeserver import FakeServer, states_of
 from tests.lakes import MadeLake, random_states
 
@@ -174,6 +176,20 @@ def test_never_more_than_staging_holds(
         assert report.complete, report.message
         assert server.violations == [] and server.no_space == 0
         assert report.retried == 0
+    stop()
+    world.check_lake()
+
+
+def test_a_single_part_does_not_stall(
+    tmp_path: Path, compacting: Callable[[World], Callable[[], None]]
+) -> None:
+    # After each of them the rest of the part is too small for the next: only sealing helps.
+    world = make_world(tmp_path, [200, 250, 180, 300, 220])
+    stop = compacting(world)
+    with world.serve(part_tokens=300, max_parts=1, idle_s=0.1) as server:
+        report = world.extract(server)
+        assert report.complete, report.message
+        assert server.violations == [] and server.no_space == 0
     stop()
     world.check_lake()
 
@@ -421,6 +437,52 @@ def test_ctrl_c_reports_and_resumes(world: World) -> None:
 
 
 # -- what staging says --------------------------------------------------------------------------
+
+
+def test_what_the_compactor_gave_up_is_asked_for_again_while_the_server_lives(
+    tmp_path: Path,
+) -> None:
+    world = make_world(tmp_path, [100, 100, 100])
+    with world.serve(part_tokens=100, max_parts=4) as server:
+        assert world.extract(server).captured == 3
+        sealed = [p for p in scan(world.staging)[0].parts if read_part(p).sealed]
+        assert len(sealed) == 2
+        lost = read_part(sealed[0]).reserved[0].sample_id
+        chunk = sealed[0] / "hidden_states/c/1/0/0"
+        data = bytearray(chunk.read_bytes())
+        data[5] ^= 4
+        chunk.write_bytes(data)
+        report = compact(world.url, [world.staging])
+        assert report.abandoned == {"checksum differs from the writer's": 1}
+        # The writer still holds rows of the third, but the part of the lost one is gone.
+        again = world.extract(server)
+        assert again.captured == 1 and again.complete
+        assert server.captured[lost] == 2
+    world.check_lake()
+
+
+def test_events_that_the_summary_does_not_know_yet_count(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        world.extract(server)
+        (status,) = local_statuses(world.staging)
+        (writer,) = status.writers
+        old = replace(writer, last_seq=0, parts=())  # written just before the part was made
+        assert len(captured_attempts([replace(status, writers=(old,))])) == 60
+        gone = replace(writer, parts=())
+        assert captured_attempts([replace(status, writers=(gone,))]) == {}
+        done = replace(writer, last_seq=0, parts=(replace(writer.parts[0], state="done"),))
+        assert captured_attempts([replace(status, writers=(done,))]) == {}
+
+
+def test_another_lakes_staging_does_not_count(world: World, tmp_path: Path) -> None:
+    other = make_world(tmp_path / "other", [10])
+    with other.serve(part_tokens=1024) as its, world.serve(part_tokens=16_384) as server:
+        other.extract(its)
+        with pytest.raises(InvalidInput, match=r"part-000001: lake_id is .* another lake"):
+            world.extract(server, staging=(other.staging,))
+        with pytest.raises(Missing, match="nowhere"):
+            world.extract(server, staging=(tmp_path / "nowhere",))
+        assert server.requests == []
 
 
 def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
