@@ -123,6 +123,17 @@ def test_compact_names_damage_and_exits_1(made: MadeLake) -> None:
 def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool) -> None:
     code = "from hslake.cli import main; main()"
     args = ["compact", made.url, "--staging", str(made.staging), "--watch", "--interval", "60"]
+    spec = made.lake.spec
+    writer = StagingWriter(
+        made.staging,
+        spec,
+        part_tokens=8,
+        max_parts=1,
+        fingerprint=spec.model.fingerprint,
+        engine={},
+    )
+    lock = writer.folder / "compact.lock"
+    os.utime(lock, (5, 5))
     if busy:
         made.stage(made.plan([200] * 60))
         args += ["--segment-tokens", "200"]
@@ -140,7 +151,9 @@ def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool
         while made.lake.version == before and time.monotonic() < deadline:
             time.sleep(0.05)
     else:
-        time.sleep(5)  # it has found nothing and waits for the next minute
+        deadline = time.monotonic() + 60
+        while lock.stat().st_mtime == 5 and time.monotonic() < deadline:
+            time.sleep(0.05)  # until it has been here; then it waits for the next minute
     start = time.monotonic()
     process.send_signal(sign)
     out, err = process.communicate(timeout=30)
@@ -154,4 +167,5 @@ def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool
         again = call("compact", made.url, "--staging", made.staging)
         assert again.exit_code == 0, again.output
         assert made.lake.sql("select count(*) from samples").fetchall() == [(62,)]
-    assert list(made.staging.iterdir()) == []
+    assert list(made.staging.iterdir()) == [writer.folder]
+    writer.close()
