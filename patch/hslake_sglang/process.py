@@ -142,12 +142,12 @@ class ServerProcess:
             except ProcessLookupError:
                 break
             deadline = time.monotonic() + wait
-            while time.monotonic() < deadline and _group_lives(group, self._process):
+            while time.monotonic() < deadline and _members(group):
                 time.sleep(0.1)
-            if not _group_lives(group, self._process):
+            if not _members(group):
                 break
         self._process.wait(timeout=10)
-        if not _group_lives(group, self._process):
+        if not _members(group):
             while self._loads:
                 self._loads.pop().unlink(missing_ok=True)
         self._process = None
@@ -169,22 +169,23 @@ class ServerProcess:
 
 
 def mapped_files(group: int, prefix: str) -> set[Path]:
-    """Files with names beginning with `prefix` that processes of process group `group` have mapped;
-    empty where there is no /proc."""
+    """Files with names beginning with `prefix` that processes of process group `group` have
+    mapped."""
     found: set[Path] = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours to look at
-            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                maps = stat.with_name("maps").read_text().splitlines()
-                names = (line.split(maxsplit=5)[-1] for line in maps)
-                found |= {Path(name) for name in names if name.startswith(prefix)}
+    for process in _members(group):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names = [line.split(maxsplit=5)[-1] for line in (process / "maps").open()]
+            found |= {Path(n.strip()) for n in names if n.startswith(prefix)}
     return found
 
 
-def _group_lives(group: int, leader: subprocess.Popen[bytes]) -> bool:
-    leader.poll()  # reap it, or its zombie keeps the group alive
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _members(group: int) -> list[Path]:
+    """/proc folders of the processes of a group that run. Zombies do not: where nobody reaps
+    orphans (many containers), they stay for ever."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(stat.parent)
+    return found

@@ -113,8 +113,8 @@ def test_shared_memory_that_its_processes_mapped_is_removed_and_no_other(
     mine, others = tmp_path / "sglang_loads_mine.shm", tmp_path / "sglang_loads_other.shm"
     for path in (mine, others):
         path.write_bytes(bytes(4096))
-    child = f"import mmap, time; m = mmap.mmap(open({str(mine)!r}, 'r+b').fileno(), 0); "
-    server = SERVER.replace("import time;", "import time;" + child.replace('"', "'"))
+    child = f"import mmap, time; f = open({str(mine)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); "
+    server = SERVER.replace("import time; ", child)
     port = free_port()
     argv = [sys.executable, "-c", server, str(port)]
     with others.open("r+b") as file, mmap.mmap(file.fileno(), 0):
@@ -129,7 +129,7 @@ def test_shared_memory_that_its_processes_mapped_is_removed_and_no_other(
                 os.killpg(running._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 running._process.wait(10)  # type: ignore[union-attr]
         finally:
-            running.stop()
+            running.stop(grace=1)
     assert not mine.exists() and others.exists()
 
 
