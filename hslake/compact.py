@@ -29,8 +29,15 @@ from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, wri
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.locks import Lock, try_lock
-from hslake.staging.part import DONE, JOURNAL, READ_LOCK, PartInfo, Reserved
-from hslake.staging.reader import WriterDir, read_part, read_rows, read_writer, scan
+from hslake.staging.part import DONE, JOURNAL, READ_LOCK, SEALED, PartInfo, Reserved
+from hslake.staging.reader import (
+    WriterDir,
+    part_attributes,
+    read_part,
+    read_rows,
+    read_writer,
+    scan,
+)
 from hslake.staging.writer import COMPACT_LOCK, LOCK, remove_writer
 
 log = logging.getLogger("hslake.compact")
@@ -43,9 +50,10 @@ _LOOK_S = 0.1  # between looks at `stop` while waiting
 class CompactReport:
     """What one call did.
 
-    `abandoned`: reason -> samples given up; `damage`: journals and rows that do not read. Extract
-    asks for both again. `refused`: parts of another lake or model, left alone; `stopped`: ended by
-    `stop`, so what was not committed is still in staging.
+    `waiting`: samples still arriving in the parts read last. `abandoned`: reason -> samples given
+    up; `damage`: journals and rows that do not read; extract asks for both again. `refused`: parts
+    of another lake or model, left alone. `stopped`: ended by `stop`, so what was not committed is
+    still in staging.
     """
 
     samples: int = 0
@@ -91,16 +99,16 @@ def compact(
 ) -> CompactReport:
     """Move every complete sample from staging into the lake; with `watch`, until `stop()`.
 
-    `stop` is asked between segments. A part of another lake or model, and one that does not read,
-    is reported and left alone; the others go on. Raises Missing for a staging folder that is not
-    there (or no lake), before anything is written.
+    `watch` leaves a live writer's part until it is sealed (full, or idle for some seconds): taken
+    as they come, samples would end in a segment and a commit each. Without it everything complete
+    is taken. `stop` is asked between segments. A part of another lake or model, and one that does
+    not read, is reported and left alone; the others go on. Raises Missing for a staging folder that
+    is not there (or no lake), before anything is written.
     """
-    report = CompactReport()
+    report, roots = CompactReport(), [Path(r) for r in staging_roots]
     while True:
         try:
-            _pass(
-                lake_url, [Path(r) for r in staging_roots], segment_tokens, progress, report, stop
-            )
+            _pass(lake_url, roots, watch, segment_tokens, progress, report, stop)
         except _Stopped:
             report.stopped = True
             return report
@@ -122,6 +130,7 @@ def _stops_within(seconds: float, stop: Callable[[], bool]) -> bool:
 def _pass(
     lake_url: str,
     roots: list[Path],
+    watch: bool,
     segment_tokens: int | None,
     progress: Bar | None,
     report: CompactReport,
@@ -149,7 +158,7 @@ def _pass(
                 held.append(lock)
                 dead.add(writer.path)
             mine.append(writer)
-            sources += _sources(writer, writer.path in dead, spec, report)
+            sources += _sources(writer, writer.path in dead, watch, spec, report)
         # Opened after the journals were read: whatever they hold was planned before that.
         lake = open_lake(lake_url)
         wanted = _choose(lake, sources, report, stop)
@@ -170,7 +179,9 @@ def _pass(
             lock.release()
 
 
-def _sources(writer: WriterDir, dead: bool, spec: LakeSpec, report: CompactReport) -> list[_Source]:
+def _sources(
+    writer: WriterDir, dead: bool, watch: bool, spec: LakeSpec, report: CompactReport
+) -> list[_Source]:
     found = []
     for path in writer.parts:
         if (path / DONE).exists():
@@ -179,15 +190,15 @@ def _sources(writer: WriterDir, dead: bool, spec: LakeSpec, report: CompactRepor
         if lock is None:
             continue  # being recycled
         try:
-            info = read_part(path, dead=dead)
-            check_part(path, info.attributes, spec)
+            check_part(path, part_attributes(path), spec)
+            if dead or not watch or (path / SEALED).exists():
+                info = read_part(path, dead=dead)
+                found.append(_Source(info, lock, info.sealed or dead))
+                continue
         except InvalidInput as error:
             _tell(report.refused, f"{error}; refused and left alone")
         except Corrupt as error:
             _tell(report.damage, f"{error}; left alone")
-        else:
-            found.append(_Source(info, lock, info.sealed or dead))
-            continue
         lock.release()
     return found
 

@@ -40,6 +40,9 @@ def compact(
 ) -> None:
     """Move complete samples from staging into the lake and free their staging.
 
+    With --watch, a live server's parts are taken once they are full or idle for some seconds, so
+    that segments are not tiny; without it, everything complete.
+
     Every sample is checked against the checksum made at capture before it is committed. A crash
     anywhere leaves nothing half visible: run it again. Parts of another lake or model are refused
     and left alone, damaged ones reported; the others go on, and the exit code is 1.
@@ -83,8 +86,9 @@ def compact(
                           f"{format_count(report.tokens)} tokens in {report.segments} segments"),
             ("raw", format_bytes(report.raw_bytes)),
             ("stored", format_bytes(report.stored_bytes)),
-            ("waiting", f"{report.waiting} samples not complete yet"),
         ]  # fmt: skip
+        if not watch:
+            rows.append(("waiting", f"{report.waiting} samples not complete yet"))
         rows += [("given up", f"{n} samples: {why}") for why, n in report.abandoned.items()]
         print_pairs(rows, f"{lake} at version {report.version}" if report.version else lake)
     if report.stopped:
