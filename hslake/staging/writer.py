@@ -5,12 +5,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hslake.checksum import RowStats, to_int64
 from hslake.errors import Conflict, InvalidInput, NoSpace
@@ -19,48 +16,13 @@ from hslake.spec import LakeSpec
 from hslake.staging.frames import FrameWriter
 from hslake.staging.locks import try_lock
 from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
+from hslake.staging.reservation import Reservation
 
 EVENTS = "events"
 LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _STATUS_EVERY_S = 0.2
-
-
-@dataclass(frozen=True)
-class RowViews:
-    """Writable views of staging: `hidden` per stream [n, hidden] bits, `input_ids` int32 [n]."""
-
-    hidden: list[np.ndarray]
-    input_ids: np.ndarray
-
-
-@dataclass(eq=False)
-class Reservation:
-    """Rows set aside for one attempt; `filled` of `length` are in place."""
-
-    rid: RequestId
-    part: Part
-    row_start: int
-    incarnation: int
-    touched: float
-    filled: int = 0
-    sums: list[int] = field(default_factory=list)
-    stats: list[RowStats] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return self.rid.length
-
-    def rows(self, position: int, n: int) -> RowViews:
-        """Views of sample rows [position, position + n). Raises InvalidInput outside of it."""
-        if position < 0 or n < 0 or position + n > self.length:
-            raise InvalidInput(
-                f"attempt {self.rid.attempt}: rows {position}..{position + n} of a sample of "
-                f"{self.length}"
-            )
-        rows = slice(self.row_start + position, self.row_start + position + n)
-        return RowViews([h[rows] for h in self.part.hidden], self.part.input_ids[rows])
 
 
 class StagingWriter:
@@ -232,19 +194,21 @@ class StagingWriter:
         self._write_status(force=self._status_due)
 
     def set_health(self, armed: bool, error: str | None) -> None:
-        """State shown in the status: whether capture is armed, and why not."""
+        """State shown in the status: whether capture is armed, and why not. Unarmed, nothing more
+        comes, so all parts are sealed."""
         self._health = (armed, error)
-        self._write_status(force=True)
+        try:
+            if not armed:
+                self._finish("the capture stopped")
+        finally:
+            self._write_status(force=True)
 
     def close(self) -> None:
         """Abandon what is open, seal all parts, release the lock. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for reservation in list(self._open.values()):
-            self.abandon(reservation, "writer closed")
-        for part in self._parts:
-            part.seal()
+        self._finish("writer closed")
         self._write_status(force=True)
         for part in self._parts:
             part.close()
@@ -253,6 +217,12 @@ class StagingWriter:
         self._lock.release()
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _finish(self, reason: str) -> None:
+        for reservation in list(self._open.values()):
+            self.abandon(reservation, reason)
+        for part in self._parts:
+            part.seal()
 
     def _room(self, length: int) -> Part:
         refusal = f"all {self._max_parts} parts are full: the compactor has to catch up"

@@ -223,6 +223,21 @@ def test_incarnations_are_forgotten_with_their_part(tmp_path):
     assert sum(len(p.incarnations) for p in w._parts) == 1  # one attempt, one part
 
 
+def test_a_writer_that_stopped_capturing_leaves_nothing_open(tmp_path):
+    w = writer(tmp_path, spec())
+    put(w, "a", 5, 1)
+    w.begin(RequestId(w.spec.lake8, "attempt1", 2, "A1", "x"))
+    w.set_health(False, "it broke")
+    found = read_status(tmp_path)["writers"][0]
+    assert found["alive"] and not found["armed"] and found["error"] == "it broke"
+    assert [p["state"] for p in found["parts"]] == ["sealed"]
+    assert found["events"][1]["reason"] == "the capture stopped"
+    assert [r.state for r in read_part(scan(tmp_path)[0].parts[0]).reserved] == [
+        "complete",
+        "abandoned",
+    ]
+
+
 def test_too_long_and_foreign_are_refused(tmp_path):
     w = writer(tmp_path, spec(), tokens=16)
     with pytest.raises(InvalidInput, match="part-tokens"):
