@@ -101,22 +101,26 @@ class MadeLake:
             },
         )
         for name in names:
-            truth = self.samples[name]
-            length = len(truth.input_ids)
-            rid = RequestId(spec.lake8, new_attempt(), length, truth.source, name)
-            place = writer.begin(rid)
-            for at in range(0, length, chunk):
-                n = min(chunk, length - at)
-                rows = place.rows(at, n)
-                sums, stats = [], []
-                for k, states in enumerate(truth.states):
-                    part = states[at : at + n]
-                    rows.hidden[k][...] = part
-                    sums.append(checksum.rows_checksum(part, at))
-                    stats.append(checksum.row_stats(checksum.to_float32(part, spec.dtype)))
-                rows.input_ids[...] = truth.input_ids[at : at + n]
-                writer.wrote(place, at, n, sums, stats)
+            self.put(writer, name, chunk)
         writer.close()
+
+    def put(self, writer: StagingWriter, name: str, chunk: int = 100) -> None:
+        """Write one sample, `chunk` rows at a time."""
+        spec, truth = writer.spec, self.samples[name]
+        length = len(truth.input_ids)
+        rid = RequestId(spec.lake8, new_attempt(), length, truth.source, name)
+        place = writer.begin(rid)
+        for at in range(0, length, chunk):
+            n = min(chunk, length - at)
+            rows = place.rows(at, n)
+            sums, stats = [], []
+            for k, states in enumerate(truth.states):
+                part = states[at : at + n]
+                rows.hidden[k][...] = part
+                sums.append(checksum.rows_checksum(part, at))
+                stats.append(checksum.row_stats(checksum.to_float32(part, spec.dtype)))
+            rows.input_ids[...] = truth.input_ids[at : at + n]
+            writer.wrote(place, at, n, sums, stats)
 
 
 def random_states(streams: int, hidden: int, dtype: str, nan: bool = False) -> States:
