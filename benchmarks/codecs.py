@@ -2,10 +2,10 @@
 
     python benchmarks/codecs.py --model DIR TEXT...      # capture with transformers, then measure
 
-Captures boundaries 2, L//2, L-3 and the final norm's output of a Hugging Face model in bfloat16 over
-the text files, and lays real vectors of one stream side by side to `--hidden`. Chunks are what a lake
-stores: 256 tokens of one stream. Everything runs in one thread; GB/s counts raw bytes. Writes
-benchmarks/results/codecs.json.
+Captures boundaries 2, L//2, L-3 and the final norm's output of a Hugging Face model in bfloat16
+over the text files, and lays real vectors of one stream side by side to `--hidden`. Chunks are what
+a lake stores: 256 tokens of one stream. Everything runs in one thread; GB/s counts raw bytes.
+Writes benchmarks/results/codecs.json.
 """
 
 import argparse
@@ -56,15 +56,19 @@ def capture(model_dir: str, texts: list[str], tokens: int) -> np.ndarray:
 
 
 def chunks_of(states: np.ndarray, hidden: int, count: int) -> list[np.ndarray]:
-    """`count` chunks [CHUNK, hidden] of one stream [token, width]: real vectors side by side."""
+    """`count` chunks [CHUNK, hidden] of one stream [token, width]: real vectors side by side.
+
+    No vector is in a chunk twice: a compressor would find it, and look better than it is.
+    """
     rng = np.random.default_rng(0)
     copies = -(-hidden // states.shape[1])
-    return [
-        np.concatenate(
-            [states[rng.integers(0, len(states), CHUNK)] for _ in range(copies)], axis=1
-        )[:, :hidden].copy()
+    if CHUNK * copies > len(states):
+        raise SystemExit(f"--tokens {len(states)}: a chunk needs {CHUNK * copies} vectors")
+    wide = (
+        states[rng.permutation(len(states))[: CHUNK * copies]].reshape(CHUNK, -1)
         for _ in range(count)
-    ]
+    )
+    return [w[:, :hidden].copy() for w in wide]
 
 
 def best_seconds(work: Callable[[], object], repeats: int) -> float:

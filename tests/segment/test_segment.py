@@ -1,85 +1,24 @@
-"""Segments: written by hslake, read back by hslake, zarr-python, TensorStore and zarrs.
-
-zarr-python (alone or over zarrs) needs `import hslake.zarr_dtype` for bfloat16.
-"""
+"""Segments: written and read back, damaged, and found damaged."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
 import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hslake.zarr_dtype
-from hslake import checksum
 from hslake.errors import Corrupt, InvalidInput
 from hslake.segment import bf16plane, inventory
 from hslake.segment.codec import decode_chunk, encode_chunk
 from hslake.segment.layout import hidden_grid, new_segment_id, segment_prefix, token_grid
 from hslake.segment.read import read_rows, read_sample, read_tokens
-from hslake.segment.write import SegmentInfo, SegmentSample, write_segment
-from hslake.spec import Geometry, LakeSpec, ModelInfo, make_spec
+from hslake.segment.write import write_segment
 from hslake.store import Store, open_store
-
-HIDDEN = 48
-COMBINATIONS = [
-    ("bfloat16", "standard"),
-    ("bfloat16", "bf16plane"),
-    ("bfloat16", "none"),
-    ("float16", "standard"),
-    ("float32", "standard"),
-    ("float32", "none"),
-]
-
-
-def spec_of(dtype: str, codec: str) -> LakeSpec:
-    model = ModelInfo("m", "LlamaForCausalLM", 8, HIDDEN, 100, {"config": None, "weights": None})
-    spec = make_spec(model, ("0", "4", "final"), dtype=dtype, codec=codec)
-    return dataclasses.replace(spec, geometry=Geometry(256, 512, 1024))
-
-
-def make_sample(spec: LakeSpec, name: str, length: int, seed: int) -> SegmentSample:
-    """Normal values, with every kind of special bit pattern (-0.0, NaN payloads) mixed in."""
-    rng = np.random.default_rng(seed)
-    hidden = []
-    for _ in spec.streams:
-        values = rng.normal(size=(length, spec.hidden_size)).astype(np.float32)
-        if spec.itemsize == 4:
-            bits = values.view(np.uint32)
-        elif spec.dtype == "float16":
-            bits = values.astype(np.float16).view(np.uint16)
-        else:
-            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
-        wild = rng.random(bits.shape) < 0.05
-        bits[wild] = rng.integers(0, np.iinfo(bits.dtype).max, wild.sum(), bits.dtype)
-        bits[0] = 1 << (8 * spec.itemsize - 1)  # a row of -0.0
-        hidden.append(bits)
-    return SegmentSample(
-        name,
-        hidden,
-        rng.integers(0, 100, length).astype(np.int32),
-        rng.integers(0, 2, length),
-        [checksum.sample_checksum(h) for h in hidden],
-    )
-
-
-def make_segment(
-    root: Path, spec: LakeSpec, lengths: list[int]
-) -> tuple[Store, SegmentInfo, list[SegmentSample]]:
-    store = open_store(str(root))
-    samples = [make_sample(spec, f"s{i}", n, i) for i, n in enumerate(lengths)]
-    return store, write_segment(store, spec, new_segment_id(), iter(samples)), samples
-
-
-def raw(a: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(a).view(np.uint8)
+from tests.segments import COMBINATIONS, HIDDEN, make_sample, make_segment, raw, spec_of
 
 
 def flip(store: Store, path: str, position: int) -> None:
@@ -127,68 +66,6 @@ def test_reads_into_strided_buffer(tmp_path: Path) -> None:
     assert np.array_equal(wide.view(np.uint16), expected)
     with pytest.raises(InvalidInput, match="expected 2-byte values"):
         read_rows(store, spec, info.segment_id, 0, 700, ["0"], out=out)
-
-
-@pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
-def test_zarr_python_reads_it(tmp_path: Path, dtype: str, codec: str) -> None:
-    spec = spec_of(dtype, codec)
-    lengths = [300, 700, 5]
-    _, info, samples = make_segment(tmp_path, spec, lengths)
-    group = zarr.open_group(tmp_path / "segments" / info.segment_id, mode="r")
-    if dtype == "bfloat16":
-        assert isinstance(group["hidden_states"].metadata.data_type, hslake.zarr_dtype.BFloat16)
-    assert group["hidden_states"].shape == (3, info.tokens, HIDDEN)
-    for (_, start), sample, n in zip(info.placements, samples, lengths, strict=True):
-        hidden = group["hidden_states"][:, start : start + n]
-        assert np.array_equal(raw(hidden), raw(np.stack(sample.hidden)))
-        assert np.array_equal(group["input_ids"][start : start + n], sample.input_ids)
-        assert np.array_equal(group["loss_mask"][start : start + n], sample.loss_mask)
-
-
-_TENSORSTORE = """
-import sys
-sys.modules["hslake"] = None  # any import of it fails
-import numpy as np, tensorstore as ts
-folder, out = sys.argv[1:]
-arrays = {n: ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/{n}"}},
-                     open=True).result().read().result()
-          for n in ("hidden_states", "input_ids", "loss_mask")}
-h = arrays["hidden_states"]
-arrays["hidden_states"] = np.ascontiguousarray(h).view(f"u{h.dtype.itemsize}")
-np.savez(out, **arrays)
-"""
-
-_ZARRS = """
-import sys, numpy as np, zarr, zarrs, hslake.zarr_dtype
-folder, out = sys.argv[1:]
-zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline",
-                 "codec_pipeline.strict": True})
-group = zarr.open_group(folder, mode="r")
-pipeline = group["hidden_states"].async_array.codec_pipeline
-assert type(pipeline).__name__ == "ZarrsCodecPipeline", pipeline
-arrays = {n: group[n][:] for n in ("hidden_states", "input_ids", "loss_mask")}
-h = arrays["hidden_states"]
-arrays["hidden_states"] = np.ascontiguousarray(h).view(f"u{h.dtype.itemsize}")
-np.savez(out, **arrays)
-"""
-
-
-@pytest.mark.parametrize("reader", ["tensorstore", "zarrs"])
-@pytest.mark.parametrize(("dtype", "codec"), [c for c in COMBINATIONS if c[1] != "bf16plane"])
-def test_other_readers(tmp_path: Path, reader: str, dtype: str, codec: str) -> None:
-    spec = spec_of(dtype, codec)
-    lengths = [300, 700, 5]
-    _, info, samples = make_segment(tmp_path, spec, lengths)
-    script = _TENSORSTORE if reader == "tensorstore" else _ZARRS
-    out = tmp_path / "out.npz"
-    folder = tmp_path / "segments" / info.segment_id
-    subprocess.run([sys.executable, "-c", script, str(folder), str(out)], check=True, cwd=tmp_path)
-    found = np.load(out)
-    for (_, start), sample, n in zip(info.placements, samples, lengths, strict=True):
-        part = found["hidden_states"][:, start : start + n]
-        assert np.array_equal(raw(part), raw(np.stack(sample.hidden)))
-        assert np.array_equal(found["input_ids"][start : start + n], sample.input_ids)
-        assert np.array_equal(found["loss_mask"][start : start + n], sample.loss_mask)
 
 
 @pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
