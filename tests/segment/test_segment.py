@@ -15,7 +15,7 @@ from hslake.errors import Corrupt, InvalidInput
 from hslake.segment import bf16plane, inventory
 from hslake.segment.codec import decode_chunk, encode_chunk
 from hslake.segment.layout import hidden_grid, new_segment_id, segment_prefix, token_grid
-from hslake.segment.read import read_rows, read_sample, read_tokens
+from hslake.segment.read import SegmentReader
 from hslake.segment.write import write_segment
 from hslake.store import Store, open_store
 from tests.segments import COMBINATIONS, HIDDEN, make_sample, make_segment, raw, spec_of
@@ -41,16 +41,17 @@ def test_reads_what_was_written(
         store, info, samples = make_segment(Path(root), spec, lengths)
         assert [p[0] for p in info.placements] == [s.sample_id for s in samples]
         assert info.raw_bytes == sum(lengths) * spec.bytes_per_token
+        reader = SegmentReader(store, spec)
         for (_, start), sample, length in zip(info.placements, samples, lengths, strict=True):
             assert start % 256 == 0
-            hidden, ids, mask = read_sample(store, spec, info.segment_id, start, length)
+            hidden, ids, mask = reader.sample(info.segment_id, start, length)
             assert np.array_equal(raw(hidden), raw(np.stack(sample.hidden)))
             assert np.array_equal(ids, sample.input_ids)
             assert np.array_equal(mask, sample.loss_mask)
             a = data.draw(st.integers(0, length))
             b = data.draw(st.integers(a, length))
-            part, ids, _ = read_sample(
-                store, spec, info.segment_id, start, length, ["final", "0"], slice(a, b)
+            part, ids, _ = reader.sample(
+                info.segment_id, start, length, ["final", "0"], slice(a, b)
             )
             assert np.array_equal(raw(part), raw(np.stack(sample.hidden)[[2, 0], a:b]))
             assert np.array_equal(ids, sample.input_ids[a:b])
@@ -60,12 +61,13 @@ def test_reads_into_strided_buffer(tmp_path: Path) -> None:
     spec = spec_of("bfloat16", "standard")
     store, info, samples = make_segment(tmp_path, spec, [700, 300])
     wide = np.zeros((700, 2 * HIDDEN), np.int16)
-    out = wide.reshape(700, 2, HIDDEN).transpose(1, 0, 2)
-    read_rows(store, spec, info.segment_id, 0, 700, ["0", "4"], out=out)
+    out = [wide[:, :HIDDEN], wide[:, HIDDEN:]]
+    reader = SegmentReader(store, spec)
+    reader.rows_into(out, info.segment_id, 0, 700, ["0", "4"])
     expected = np.concatenate(samples[0].hidden[:2], axis=1)
     assert np.array_equal(wide.view(np.uint16), expected)
-    with pytest.raises(InvalidInput, match="expected 2-byte values"):
-        read_rows(store, spec, info.segment_id, 0, 700, ["0"], out=out)
+    with pytest.raises(InvalidInput, match="expected 1 arrays of 2-byte values"):
+        reader.rows_into(out, info.segment_id, 0, 700, ["0"])
 
 
 @pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
@@ -91,10 +93,10 @@ def test_damage_costs_one_sample(tmp_path: Path) -> None:
     path = segment_prefix(info.segment_id) + hidden_grid(spec).key(0)
     flip(store, path, 100)
     with pytest.raises(Corrupt) as e:
-        read_rows(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 200)
     for word in (info.segment_id, "hidden_states/c/0/0/0", "chunk 0"):
         assert word in str(e.value)
-    read_rows(store, spec, info.segment_id, 256, 200)
+    SegmentReader(store, spec).rows(info.segment_id, 256, 200)
 
 
 @pytest.mark.parametrize("position", [-1, -5, -60])
@@ -104,9 +106,9 @@ def test_damaged_index(tmp_path: Path, position: int) -> None:
     flip(store, segment_prefix(info.segment_id) + hidden_grid(spec).key(0), position)
     flip(store, segment_prefix(info.segment_id) + token_grid(spec, "loss_mask").key(0), position)
     with pytest.raises(Corrupt, match="shard index"):
-        read_rows(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 200)
     with pytest.raises(Corrupt, match="loss_mask"):
-        read_tokens(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).tokens(info.segment_id, 0, 200)
 
 
 def test_lost_data_is_never_zeros(tmp_path: Path) -> None:
@@ -114,16 +116,16 @@ def test_lost_data_is_never_zeros(tmp_path: Path) -> None:
     store, info, _ = make_segment(tmp_path, spec, [600])
     path = segment_prefix(info.segment_id) + hidden_grid(spec).key(1)
     with pytest.raises(Corrupt, match="absent"):  # chunk 3 was never written
-        read_rows(store, spec, info.segment_id, 0, 1000)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 1000)
     whole = store.read(path)
     for data in (b"", whole[:10], whole[:-1], whole[40:]):
         store.put(path, data)
         with pytest.raises(Corrupt, match="hidden_states/c/0/1/0"):
-            read_rows(store, spec, info.segment_id, 0, 600)
+            SegmentReader(store, spec).rows(info.segment_id, 0, 600)
     (tmp_path / path).unlink()
     with pytest.raises(Corrupt, match=r"missing.*chunk 2"):
-        read_rows(store, spec, info.segment_id, 0, 600)
-    read_rows(store, spec, info.segment_id, 0, 600, rows=slice(0, 512))
+        SegmentReader(store, spec).rows(info.segment_id, 0, 600)
+    SegmentReader(store, spec).rows(info.segment_id, 0, 600, rows=slice(0, 512))
 
 
 def test_wrong_checksum_is_refused(tmp_path: Path) -> None:
