@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 from fsspec.core import url_to_fs
 
 from hslake.errors import CheckFailed, Conflict, InvalidInput, Missing
@@ -143,7 +144,7 @@ class Store:
 
     def read_range(
         self, path: str, start: int = 0, end: int | None = None, *, suffix: int | None = None
-    ) -> bytes:
+    ) -> memoryview:
         """Bytes [start, end) of `path`, or its last `suffix` bytes. Raises Missing.
 
         Fewer bytes come back when the object ends earlier.
@@ -152,8 +153,8 @@ class Store:
             if not self.is_local:
                 if suffix is not None:
                     # fsspec resolves negative starts itself, for every filesystem.
-                    return self.fs.cat_file(self._key(path), start=-suffix)
-                return self.fs.cat_file(self._key(path), start=start, end=end)
+                    return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
+                return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
             fd = os.open(self.local(path), os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing(path) from None
@@ -162,14 +163,15 @@ class Store:
             if suffix is not None:
                 start, end = max(0, size - suffix), size
             stop = size if end is None else min(end, size)
-            parts: list[bytes] = []
-            while start < stop:
-                part = os.pread(fd, stop - start, start)
-                if not part:
+            # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
+            data = np.empty(max(0, stop - start), np.uint8)
+            done = 0
+            while done < data.size:
+                got = os.preadv(fd, [data[done:].data], start + done)
+                if not got:
                     break
-                parts.append(part)
-                start += len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+                done += got
+            return data[:done].data
         finally:
             os.close(fd)
 

@@ -168,7 +168,7 @@ class SegmentReader:
                 index = self._indexes.get(grid, path, where)
                 for run in _runs(_places(grid, index, chunks, where)):
                     start, end = run[0][0], max(offset + size for offset, size, _ in run)
-                    data = memoryview(self._store.read_range(path, start, end))
+                    data = self._store.read_range(path, start, end)
                     for offset, size, key in run:
                         part = data[offset - start : offset - start + size]
                         name = f"{where}, {_chunk_name(grid, key)}"
