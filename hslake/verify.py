@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
-from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing
+from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
@@ -120,7 +120,7 @@ def _segment(
     try:
         objects = inventory.load(lake.store, segment_id, members[0]["inventory_digest"])
         problems = inventory.check(lake.store, segment_id, objects, content=level == "checksum")
-    except HslakeError as e:
+    except Corrupt as e:
         problems = [str(e)]
     if level != "full":
         # Without decoding, a damaged object may cost any sample of the segment.

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import tempfile
 import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,56 @@ def test_reads_into_strided_buffer(tmp_path: Path) -> None:
     assert np.array_equal(wide.view(np.uint16), expected)
     with pytest.raises(InvalidInput, match="expected 1 arrays of 2-byte values"):
         reader.rows_into(out, info.segment_id, 0, 700, ["0"])
+
+
+class CountingStore(Store):
+    """Remembers what was read: (path, "index" or "data")."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reads: list[tuple[str, str]] = []
+
+    def read_range(self, path: str, *args: int, suffix: int | None = None) -> memoryview:
+        self.reads.append((path, "index" if suffix else "data"))
+        return super().read_range(path, *args, suffix=suffix)
+
+
+def test_each_index_is_read_once(tmp_path: Path) -> None:
+    spec = spec_of("bfloat16", "standard")
+    _, info, samples = make_segment(tmp_path, spec, [300, 200, 100, 500])
+    store = CountingStore(str(tmp_path))
+    reader = SegmentReader(store, spec)
+
+    def read(k: int) -> bool:
+        start = info.placements[k][1]
+        hidden, _, _ = reader.sample(info.segment_id, start, len(samples[k].input_ids))
+        return np.array_equal(hidden, np.stack(samples[k].hidden))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, [*range(4)] * 10))
+    found = Counter(store.reads)
+    indexes = {path: n for (path, kind), n in found.items() if kind == "index"}
+    # 1536 tokens: three shards of 512; two of 1024 for ids and as many for the mask.
+    assert len(indexes) == 3 + 2 * 2 and set(indexes.values()) == {1}
+    # One range for all streams of a sample in a shard, one for its ids, one for its mask.
+    assert sum(found.values()) - 7 == 10 * (4 + 4 + 4)
+
+
+def test_indexes_are_forgotten_and_failures_not_remembered(tmp_path: Path) -> None:
+    spec = spec_of("bfloat16", "standard")
+    _, info, _ = make_segment(tmp_path, spec, [512, 512])
+    store = CountingStore(str(tmp_path))
+    small = SegmentReader(store, spec, index_bytes=hidden_grid(spec).index_bytes)
+    for start in (0, 512, 512, 0):
+        small.rows(info.segment_id, start, 512)
+    assert [path[-3] for path, kind in store.reads if kind == "index"] == ["0", "1", "0"]
+    path = tmp_path / segment_prefix(info.segment_id) / hidden_grid(spec).key(1)
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(Corrupt, match="cut short"):
+        small.rows(info.segment_id, 512, 512)
+    path.write_bytes(whole)
+    small.rows(info.segment_id, 512, 512)
 
 
 @pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
