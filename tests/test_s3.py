@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -167,6 +168,26 @@ def test_damage_is_found_and_hidden(bucket: str, tmp_path: Path) -> None:
     assert np.array_equal(made.lake.read("B3-000001").hidden_states, truth)
 
 
+def test_an_outage_is_no_damage(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_lake(tmp_path, lengths=[300, 20], url=f"{bucket}/lake")
+    fs = made.lake.store.fs  # fsspec hands out the same one again
+    for name in ("cat_file", "info"):  # while it reads chunks; while it looks at sizes
+        real = getattr(fs, name)
+
+        def fails(path: str, *args: object, _real: Any = real, **more: object) -> object:
+            if "/segments/" in path:
+                raise PermissionError("Access Denied")
+            return _real(path, *args, **more)
+
+        with monkeypatch.context() as m:
+            m.setattr(fs, name, fails)
+            found = call("verify", made.url, "--quarantine")
+        assert found.exit_code == 2 and "refuses (PermissionError" in found.output, name
+    assert ok("verify", made.url)["samples"] == 2
+
+
 def test_orphans_are_vacuumed(bucket: str, tmp_path: Path) -> None:
     made = make_lake(tmp_path, lengths=[300], url=f"{bucket}/lake")
     lake, orphan = made.lake, new_segment_id()
@@ -252,11 +273,10 @@ def test_trouble_is_named_without_secrets(bucket: str, monkeypatch: pytest.Monke
         with pytest.raises(Unavailable, match=r"refuses.*denied") as e:
             lake.store.read("hslake.json")
         assert SECRET not in str(e.value)
-    # An outage is no damage: nothing must be hidden for it.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
-    found = call("verify", lake.url, "--quarantine")
+    found = call("log", lake.url)
     assert found.exit_code == 2 and "cannot be reached" in found.output
 
 
