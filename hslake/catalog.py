@@ -23,7 +23,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, sync_dir, sync_file
 
@@ -36,6 +36,7 @@ _CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
+_FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _READERS = 8
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
@@ -158,9 +159,12 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
+        store.exists(f"{name}/{_FIRST_ENTRY}")  # raises Unavailable when that is the reason
         if version is not None:
-            raise Missing(f"version {version} of {url} cannot be loaded: {e}") from e
-        raise Corrupt(f"{url}: the table's log cannot be read: {e}; see `hslake repair`") from e
+            raise Missing(f"version {version} of {url} cannot be loaded: {reason(e)}") from e
+        raise Corrupt(
+            f"{url}: the table's log cannot be read: {reason(e)}; see `hslake repair`"
+        ) from e
     if version is not None and table.version() != version:
         raise Missing(f"{url} has no version {version}; the newest is {table.version()}")
     if version is None and newest is not None and table.version() < newest:
