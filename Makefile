@@ -1,6 +1,7 @@
 # make demo [ENGINE=sglang|hf]   set-up and the whole pipeline on real text (about 6 minutes)
 #      [ARGS="--limit 12 --train-seconds 15"]   a quick look
 # make test                      set-up, lint, types, unit tests, end-to-end test with a real server
+# make py312                     storage tests on Python 3.12 or newer, with the newest zarr
 #
 # Both need only Python 3.11+ and pip. Environments and the model are made once and reused; a change
 # of their requirements re-installs them. Nothing outside this folder is written.
@@ -12,18 +13,23 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Tried by running them: a shim of pyenv is there even when its Python is not chosen.
+PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14 \
+  $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
+  $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
 ENGINE ?= sglang
 DEMO ?= .demo
 ARGS ?=
 TORCH ?= torch==2.13.0
 
 VENV := .venv
+V312 := .venv312
 SGL := .venv-sglang
 MODEL := .demo/model
 CPU := examples/sglang_cpu
 pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test lint types unit e2e env env-sglang model format clean
+.PHONY: help demo test lint types unit py312 e2e env env-sglang model format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,7 +71,7 @@ demo: $(VENV)/.ready $(MODEL)/config.json
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
 	  --server-python $(SGL)/bin/python $(ARGS)
 
-test: lint types unit e2e
+test: lint types unit py312 e2e
 
 lint: $(VENV)/.ready
 	@echo "==> lint"
@@ -80,6 +86,27 @@ unit: $(VENV)/.ready
 	@echo "==> unit tests"
 	$(VENV)/bin/python -m pytest tests --ignore tests/e2e
 
+# What touches Zarr, Delta or a store; none of it needs torch.
+STORAGE := tests/segment tests/staging tests/test_catalog.py tests/test_compact.py \
+  tests/test_lake.py tests/test_s3.py
+
+ifeq ($(PYTHON312),)
+py312:
+	@echo "==> SKIPPED: storage tests with the newest zarr: no Python 3.12 or newer was found;"
+	echo "    name one with: make py312 PYTHON312=/path/to/python3.12"
+else
+$(V312)/.ready: pyproject.toml
+	@echo "==> $(V312): hslake and its tests without torch on $(PYTHON312) (once, about a minute)"
+	[ -x $(V312)/bin/python ] || $(PYTHON312) -m venv $(V312)
+	$(call pip,$(V312)) --upgrade --upgrade-strategy eager -e '.[dev]'
+	touch $@
+
+py312: $(V312)/.ready
+	@echo "==> storage tests with the newest zarr"
+	$(V312)/bin/python -c 'import sys, zarr; print("Python", sys.version.split()[0], "zarr", zarr.__version__)'
+	$(V312)/bin/python -m pytest $(STORAGE)
+endif
+
 e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	@echo "==> end-to-end test with a real SGLang server"
 	HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL)) \
@@ -91,4 +118,4 @@ format: $(VENV)/.ready
 
 # Everything that `make` made, and nothing else: environments, model, the demo's lakes, caches.
 clean:
-	@rm -rf $(VENV) $(SGL) .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) $(V312) $(SGL) .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -16,6 +16,7 @@ from hslake.errors import (
     InvalidInput,
     Missing,
     NoSpace,
+    Unavailable,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "InvalidInput",
     "Missing",
     "NoSpace",
+    "Unavailable",
     "__version__",
     "create",
     "open",

@@ -24,7 +24,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, sync_dir, sync_file
 
@@ -37,6 +37,7 @@ _CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
+_FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _READERS = 8
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
@@ -181,12 +182,15 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
+        store.exists(f"{name}/{_FIRST_ENTRY}")  # raises Unavailable when that is the reason
         if version is not None:
             last = open_table(store, name).version
             if version > last:
                 raise Missing(f"{url} has no version {version}: it has 0 to {last}") from None
-            raise Missing(f"version {version} of {url} cannot be loaded: {e}") from e
-        raise Corrupt(f"{url}: the table's log cannot be read: {e}; see `hslake repair`") from e
+            raise Missing(f"version {version} of {url} cannot be loaded: {reason(e)}") from e
+        raise Corrupt(
+            f"{url}: the table's log cannot be read: {reason(e)}; see `hslake repair`"
+        ) from e
     if version is None and newest is not None and table.version() < newest:
         raise Corrupt(
             f"{url}: the log goes to version {newest}, only {table.version()} loads: "

@@ -5,6 +5,9 @@ then are parts marked DONE. A crash before the commit leaves an invisible orphan
 leaves rows that the next pass finds already live and gives up as duplicates.
 """
 
+import logging
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,21 +21,40 @@ import pyarrow as pa
 
 from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
-from hslake.errors import Conflict, InvalidInput
+from hslake.errors import Conflict, Corrupt, InvalidInput
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
 from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
-from hslake.spec import LakeSpec, check_fingerprint, read_spec
+from hslake.spec import LakeSpec, read_spec
+from hslake.staging.check import check_part
 from hslake.staging.locks import Lock, try_lock
-from hslake.staging.part import DONE, READ_LOCK, PartInfo, Reserved
-from hslake.staging.reader import WriterDir, read_part, read_rows, read_writer, scan
+from hslake.staging.part import DONE, JOURNAL, READ_LOCK, SEALED, PartInfo, Reserved
+from hslake.staging.reader import (
+    WriterDir,
+    part_attributes,
+    read_part,
+    read_rows,
+    read_writer,
+    scan,
+)
 from hslake.staging.writer import COMPACT_LOCK, LOCK, remove_writer
+
+log = logging.getLogger("hslake.compact")
+
+DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
+_LOOK_S = 0.1  # between looks at `stop` while waiting
 
 
 @dataclass
 class CompactReport:
-    """What one call did. `abandoned`: reason -> samples given up; `damage`: journals cut short."""
+    """What one call did.
+
+    `waiting`: samples still arriving in the parts read last. `abandoned`: reason -> samples given
+    up; `damage`: journals and rows that do not read; extract asks for both again. `refused`: parts
+    of another lake or model, left alone. `stopped`: ended by `stop`, so what was not committed is
+    still in staging.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -41,8 +63,19 @@ class CompactReport:
     stored_bytes: int = 0
     abandoned: dict[str, int] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     waiting: int = 0
     version: int | None = None
+    stopped: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was damaged and nothing refused."""
+        return not self.damage and not self.refused
+
+
+class _Stopped(Exception):
+    """`stop` said so, between two segments."""
 
 
 @dataclass
@@ -66,23 +99,42 @@ def compact(
 ) -> CompactReport:
     """Move every complete sample from staging into the lake; with `watch`, until `stop()`.
 
-    Raises InvalidInput for a part of another lake, model, dtype or set of streams (before anything
-    is written), Missing for a staging folder that is not there.
+    `watch` leaves a live writer's part until it is sealed (full, or idle for some seconds): taken
+    as they come, samples would end in a segment and a commit each. Without it everything complete
+    is taken. `stop` is asked between segments. A part of another lake or model, and one that does
+    not read, is reported and left alone; the others go on. Raises Missing for a staging folder that
+    is not there (or no lake), before anything is written.
     """
-    report = CompactReport()
+    report, roots = CompactReport(), [Path(r) for r in staging_roots]
     while True:
-        _pass(lake_url, [Path(r) for r in staging_roots], segment_tokens, progress, report)
-        if not watch or stop():
+        try:
+            _pass(lake_url, roots, watch, segment_tokens, progress, report, stop)
+        except _Stopped:
+            report.stopped = True
             return report
-        time.sleep(interval_s)
+        if not watch or _stops_within(interval_s, stop):
+            report.stopped = watch
+            return report
+
+
+def _stops_within(seconds: float, stop: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not stop():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(left, _LOOK_S))
+    return True
 
 
 def _pass(
     lake_url: str,
     roots: list[Path],
+    watch: bool,
     segment_tokens: int | None,
     progress: Bar | None,
     report: CompactReport,
+    stop: Callable[[], bool],
 ) -> None:
     spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
@@ -106,15 +158,19 @@ def _pass(
                 held.append(lock)
                 dead.add(writer.path)
             mine.append(writer)
-            sources += _sources(writer, writer.path in dead, spec)
+            sources += _sources(writer, writer.path in dead, watch, spec, report)
         # Opened after the journals were read: whatever they hold was planned before that.
         lake = open_lake(lake_url)
-        wanted = _choose(lake, sources, report)
+        wanted = _choose(lake, sources, report, stop)
         for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
+            if stop():
+                raise _Stopped
             _publish(lake, batch, report, progress)
         _free(sources)
         for writer in mine:
-            if writer.path in dead and all((p / DONE).exists() for p in writer.parts):
+            if writer.path not in dead:
+                os.utime(writer.path / COMPACT_LOCK)  # tells the writer that a compactor is there
+            elif all((p / DONE).exists() for p in writer.parts):
                 remove_writer(writer.path)
     finally:
         for source in sources:
@@ -123,7 +179,9 @@ def _pass(
             lock.release()
 
 
-def _sources(writer: WriterDir, dead: bool, spec: LakeSpec) -> list[_Source]:
+def _sources(
+    writer: WriterDir, dead: bool, watch: bool, spec: LakeSpec, report: CompactReport
+) -> list[_Source]:
     found = []
     for path in writer.parts:
         if (path / DONE).exists():
@@ -132,31 +190,24 @@ def _sources(writer: WriterDir, dead: bool, spec: LakeSpec) -> list[_Source]:
         if lock is None:
             continue  # being recycled
         try:
-            info = read_part(path)
-            check_part(info, spec)
-        except BaseException:
-            lock.release()
-            raise
-        found.append(_Source(info, lock, info.sealed or dead))
+            check_part(path, part_attributes(path), spec)
+            if dead or not watch or (path / SEALED).exists():
+                info = read_part(path, dead=dead)
+                found.append(_Source(info, lock, info.sealed or dead))
+                continue
+        except InvalidInput as error:
+            _tell(report.refused, f"{error}; refused and left alone")
+        except Corrupt as error:
+            _tell(report.damage, f"{error}; left alone")
+        lock.release()
     return found
 
 
-def check_part(info: PartInfo, spec: LakeSpec) -> None:
-    """Raise InvalidInput unless the part was written for this lake and model."""
-    a = info.attributes
-    expected: dict[str, Any] = {
-        "lake_id": spec.lake_id,
-        "streams": list(spec.streams),
-        "dtype": spec.dtype,
-        "hidden_size": spec.hidden_size,
-    }
-    for name, want in expected.items():
-        if a[name] != want:
-            raise InvalidInput(
-                f"staging part {info.path}: {name} is {a[name]!r}, the lake's is {want!r}: "
-                "it belongs to another lake; compact that one, or name another --staging"
-            )
-    check_fingerprint(spec.model.fingerprint, a["fingerprint"], f"staging part {info.path}")
+def _tell(messages: list[str], message: str) -> None:
+    """Once, and at once: a watching compactor runs for days."""
+    if message not in messages:
+        messages.append(message)
+        log.warning("%s", message)
 
 
 @dataclass(frozen=True)
@@ -166,7 +217,9 @@ class _Pick:
     plan: dict[str, Any]
 
 
-def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_Pick]:
+def _choose(
+    lake: Lake, sources: list[_Source], report: CompactReport, stop: Callable[[], bool]
+) -> list[_Pick]:
     """Complete samples that are planned and not live, one attempt each; the rest is counted."""
     complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
     live = manifest.live_ids(lake.manifest_table()) if complete else set()
@@ -174,6 +227,8 @@ def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_
     picks: dict[str, _Pick] = {}
     abandoned: Counter[str] = Counter(report.abandoned)
     for source, row in complete:
+        if stop():
+            raise _Stopped
         reason = None
         if row.sample_id in live or row.sample_id in picks:
             reason = "already in the lake"
@@ -181,7 +236,7 @@ def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_
             reason = "not in the plan"
         else:
             pick = _Pick(source.info, row, plan[row.sample_id])
-            reason = _damage(pick)
+            reason = _damage(pick, report)
             if reason is None:
                 picks[row.sample_id] = pick
         # Counted once, when the part goes: a live writer's open part is read on every pass.
@@ -192,16 +247,20 @@ def _choose(lake: Lake, sources: list[_Source], report: CompactReport) -> list[_
             abandoned.update(
                 r.reason or "writer died" for r in source.info.reserved if r.state != "complete"
             )
-        if source.info.damage and source.info.damage not in report.damage:
-            report.damage.append(source.info.damage)
+        if source.info.damage:
+            _tell(report.damage, source.info.damage)
     report.abandoned = dict(abandoned)
     report.waiting = sum(r.state == "open" for s in sources if not s.final for r in s.info.reserved)
     return list(picks.values())
 
 
-def _damage(pick: _Pick) -> str | None:
+def _damage(pick: _Pick, report: CompactReport) -> str | None:
     """Why a staged sample must not be stored, or None: RAM and other processes err too."""
-    hidden, ids = read_rows(pick.part, pick.row)
+    try:
+        hidden, ids = read_rows(pick.part, pick.row)
+    except (Corrupt, InvalidInput) as error:
+        _tell(report.damage, str(error))
+        return "rows do not read"
     if pick.plan["length"] != pick.row.length or token_hash(ids) != pick.plan["token_hash"]:
         return "tokens differ from the plan"
     found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
@@ -311,7 +370,18 @@ def _row(pick: _Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
 
 
 def _free(sources: list[_Source]) -> None:
-    """Mark the parts DONE to which no row can come any more: all of theirs are settled now."""
+    """Mark the parts DONE to which no row can come any more: all of theirs are settled now.
+
+    Also one with a damaged journal, or a live writer's staging would fill: what the damage hid is
+    captured again, and the journal is kept aside.
+    """
     for source in sources:
-        if source.final:
-            (source.info.path / DONE).touch()
+        if not source.final:
+            continue
+        path = source.info.path
+        if source.info.damage:
+            aside = path.parent.parent / DAMAGED / f"{path.parent.name}.{path.name}"
+            aside.mkdir(parents=True, exist_ok=True)
+            for name in (JOURNAL, "zarr.json"):
+                shutil.copyfile(path / name, aside / name)
+        (path / DONE).touch()

@@ -151,7 +151,8 @@ def _through_server(
     """Serve, preflight, extract. The server stops before the machine's cores are needed again."""
     from hslake_sglang.process import ServerProcess
 
-    from hslake.extract import extract
+    from hslake.drive import Limits
+    from hslake.extract import ExtractOptions, extract
     from hslake.preflight import preflight
 
     cpu_server = _example("examples.sglang_cpu.cpu_server")
@@ -179,7 +180,8 @@ def _through_server(
                 no = go.failures[0]
                 raise CheckFailed(f"preflight says no-go: {no.name}: {no.found}; {no.todo}")
         with show.phase("extract", "the plan through the server into staging"):
-            done = extract(lake_url, [server.url], concurrency=CONCURRENCY, progress=Progress)
+            options = ExtractOptions(limits=Limits(requests=CONCURRENCY))
+            done = extract(lake_url, [server.url], options, progress=Progress)
             if not done.passed:
                 raise CheckFailed(done.message)
             rate = done.captured_tokens / done.seconds

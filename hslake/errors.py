@@ -3,6 +3,12 @@
 Every message says what was found, what was expected and what to do.
 """
 
+import os
+import re
+
+# Values that must never be printed, wherever a library puts them into a message.
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
 
 class HslakeError(Exception):
     """Base of every error hslake raises on purpose. The CLI exits with `exit_code`."""
@@ -22,6 +28,10 @@ class Missing(HslakeError):
     """Something that was named is not there."""
 
 
+class Unavailable(HslakeError):
+    """A store cannot be reached or refuses: look at its address and access, and try again."""
+
+
 class Corrupt(HslakeError):
     """Stored data does not read back as what was written."""
 
@@ -36,3 +46,17 @@ class CheckFailed(HslakeError):
     """A check ran and the answer is no."""
 
     exit_code = 1
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the keys of the environment and without what precedes the @ of a URL."""
+    for name in _SECRETS:
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], f"${name}")
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+def reason(error: BaseException) -> str:
+    """One line on a library's error: its kind and message, without secrets and colours."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines() or [""]
+    return without_secrets(f"{type(error).__name__}: {lines[0].strip()}")

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hslake
@@ -31,6 +31,7 @@ from hslake.progress import ProgressMaker, Silent
 from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
 from hslake.slot import unfit
 from hslake.spec import LakeSpec
+from hslake.staging.check import check_roots
 from hslake.status import local_statuses
 from hslake.worklist import (
     Item,
@@ -45,46 +46,48 @@ _SHOWN = 1000  # missing samples listed by id
 _LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
 
 
+@dataclass(frozen=True)
+class ExtractOptions:
+    """What to ask for, and how.
+
+    `where`, `order`: SQL over the plan's columns (default order: md5 of the sample id, which mixes
+    lengths); `limit`: samples to ask for in this call; `staging`: staging folders on this machine
+    that also tell what is captured (of servers that have ended); `limits`: bounds and times.
+    """
+
+    where: str | None = None
+    order: str | None = None
+    limit: int | None = None
+    staging: tuple[str | Path, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for what, value in (("concurrency", self.limits.requests), ("limit", self.limit)):
+            if value is not None and value < 1:
+                raise InvalidInput(f"--{what}: found {value}, expected at least 1")
+
+
 def extract(
     lake_url: str,
     servers: Sequence[str],
+    options: ExtractOptions = ExtractOptions(),
     *,
-    concurrency: int | None = None,
-    limit: int | None = None,
-    where: str | None = None,
-    order: str | None = None,
-    staging: Sequence[str | Path] = (),
-    limits: Limits | None = None,
     progress: ProgressMaker = Silent,
 ) -> ExtractReport:
     """Capture what is planned and neither committed nor waiting in staging.
 
-    `servers`: URLs of servers started with `hslake serve`; `concurrency`: requests on their way to
-    each; `limit`: samples to ask for in this call; `where`, `order`: SQL over the plan's columns
-    (default order: md5 of the sample id, which mixes lengths); `staging`: staging folders on this
-    machine that also tell what is captured (of servers that have ended). Ctrl-C and SIGTERM end the
-    call early with `interrupted` set; a second one ends it at once.
+    `servers`: URLs of servers started with `hslake serve`. Ctrl-C and SIGTERM end the call early
+    with `interrupted` set; a second one ends it at once.
 
-    Raises InvalidInput (bad SQL, another lake's server), Missing (no lake, no plan, no server
-    answers), CheckFailed (no server is ready to capture). An incomplete run is a report, not an
-    error.
+    Raises InvalidInput (bad SQL, another lake's server or staging), Missing (no lake, no plan, no
+    staging folder, no server answers), CheckFailed (no server is ready to capture). An incomplete
+    run is a report, not an error.
     """
 
     async def main() -> ExtractReport:
         stop = asyncio.Event()
         with _signals(stop):
-            return await extract_async(
-                lake_url,
-                servers,
-                concurrency=concurrency,
-                limit=limit,
-                where=where,
-                order=order,
-                staging=staging,
-                limits=limits,
-                progress=progress,
-                stop=stop,
-            )
+            return await extract_async(lake_url, servers, options, progress=progress, stop=stop)
 
     return asyncio.run(main())
 
@@ -117,39 +120,26 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 async def extract_async(
     lake_url: str,
     servers: Sequence[str],
+    options: ExtractOptions = ExtractOptions(),
     *,
-    concurrency: int | None = None,
-    limit: int | None = None,
-    where: str | None = None,
-    order: str | None = None,
-    staging: Sequence[str | Path] = (),
-    limits: Limits | None = None,
     progress: ProgressMaker = Silent,
     stop: asyncio.Event | None = None,
 ) -> ExtractReport:
     """`extract` inside a running event loop. `stop`, once set, ends it early."""
-    bounds = limits or Limits()
-    if concurrency is not None:
-        bounds = replace(bounds, requests=concurrency)
-    for what, value in (("concurrency", bounds.requests), ("limit", limit)):
-        if value is not None and value < 1:
-            raise InvalidInput(f"--{what}: found {value}, expected at least 1")
     if not servers:
         raise InvalidInput("no server given: name at least one with --server http://HOST:PORT")
-    urls = list(dict.fromkeys(servers))
-    run = _Run(lake_url, where, order, limit, [Path(s) for s in staging], bounds, progress)
-    run.stop = stop or asyncio.Event()
+    limits = options.limits
     async with new_session() as session:
-        run.servers = [
+        clients = [
             Server(
                 url,
                 session,
-                request_timeout=bounds.request_timeout,
-                status_timeout=bounds.status_timeout,
+                request_timeout=limits.request_timeout,
+                status_timeout=limits.status_timeout,
             )
-            for url in urls
+            for url in dict.fromkeys(servers)
         ]
-        return await run.all()
+        return await _Run(lake_url, clients, options, progress, stop or asyncio.Event()).all()
 
 
 class _Run:
@@ -158,17 +148,13 @@ class _Run:
     def __init__(
         self,
         lake_url: str,
-        where: str | None,
-        order: str | None,
-        limit: int | None,
-        staging: list[Path],
-        limits: Limits,
+        servers: list[Server],
+        options: ExtractOptions,
         progress: ProgressMaker,
+        stop: asyncio.Event,
     ) -> None:
-        self.lake_url, self.where, self.order, self.limit = lake_url, where, order, limit
-        self.staging, self.limits, self.progress = staging, limits, progress
-        self.servers: list[Server] = []
-        self.stop = asyncio.Event()
+        self.lake_url, self.servers, self.options = lake_url, servers, options
+        self.progress, self.stop = progress, stop
         self.start = time.monotonic()
         self.stopped: str | None = None
         self.captures: Counter[str] = Counter()  # sample id -> acknowledgements in this call
@@ -179,11 +165,14 @@ class _Run:
 
     async def all(self) -> ExtractReport:
         spec = (await asyncio.to_thread(hslake.open, self.lake_url)).spec
+        await asyncio.to_thread(check_roots, self.options.staging, spec)
         statuses = await self._first_look(spec)
         while True:
             # Staging first: what is committed in between is then seen twice, not never.
             lake = await asyncio.to_thread(hslake.open, self.lake_url)
-            listing = await asyncio.to_thread(worklist, lake, self.where, self.order)
+            listing = await asyncio.to_thread(
+                worklist, lake, self.options.where, self.options.order
+            )
             self._check_plan(listing)
             waiting = await asyncio.to_thread(self._waiting, lake, listing, statuses)
             todo = self._todo(listing, waiting)
@@ -227,7 +216,7 @@ class _Run:
         return [*answers, *await asyncio.to_thread(self._local)]
 
     def _local(self) -> list[ServerStatus]:
-        return [status for root in self.staging for status in local_statuses(root)]
+        return [status for root in self.options.staging for status in local_statuses(Path(root))]
 
     def _waiting(self, lake: Lake, listing: Worklist, statuses: list[ServerStatus]) -> set[str]:
         """Samples not committed in `listing` that are captured and lie in staging."""
@@ -246,8 +235,8 @@ class _Run:
     def _check_plan(self, listing: Worklist) -> None:
         if listing.planned:
             return
-        if self.where:
-            raise InvalidInput(f"--where {self.where!r} selects no planned sample")
+        if self.options.where:
+            raise InvalidInput(f"--where {self.options.where!r} selects no planned sample")
         raise Missing(
             f"nothing is planned in {self.lake_url}: register samples with `hslake plan LAKE FILE`"
         )
@@ -264,8 +253,8 @@ class _Run:
                 )
                 continue
             todo.append(item)
-        if self.limit is not None:
-            todo = todo[: max(0, self.limit - len(self.captures) - len(self.gave_up))]
+        if self.options.limit is not None:
+            todo = todo[: max(0, self.options.limit - len(self.captures) - len(self.gave_up))]
         return todo
 
     # -- the work ------------------------------------------------------------------------------
@@ -284,7 +273,7 @@ class _Run:
                 self.servers,
                 todo,
                 lambda items: read_ids(lake, items),
-                limits=self.limits,
+                limits=self.options.limits,
                 on_captured=captured,
                 on_note=bar.note,
             )
@@ -302,7 +291,7 @@ class _Run:
     def _collect(self, driver: Driver) -> None:
         self.gave_up |= driver.refused
         self.gave_up |= {
-            name: f"failed {self.limits.tries} times, last: {why}"
+            name: f"failed {self.options.limits.tries} times, last: {why}"
             for name, why in driver.failed.items()
         }
         self.stopped = driver.stopped
@@ -359,4 +348,4 @@ class _Run:
             seconds=time.monotonic() - self.start,
             message="",
         )
-        return replace(report, message=last_line(report, self.where))
+        return replace(report, message=last_line(report, self.options.where))

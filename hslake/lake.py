@@ -13,7 +13,7 @@ import numpy as np
 
 from hslake import catalog, modelinfo
 from hslake.errors import Conflict, InvalidInput, Missing
-from hslake.segment.read import read_sample
+from hslake.segment.read import SegmentReader
 from hslake.spec import (
     DTYPES,
     SPEC_FILE,
@@ -78,6 +78,7 @@ class Lake:
     ) -> None:
         self.store, self.spec = store, spec
         self._manifest, self._plan = manifest, plan
+        self._reader = SegmentReader(store, spec)
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._lock = threading.Lock()
 
@@ -161,8 +162,8 @@ class Lake:
         Raises Missing, InvalidInput (unknown stream), Corrupt (naming the damaged chunk).
         """
         at = self.location(sample_id)
-        hidden, ids, mask = read_sample(
-            self.store, self.spec, at.segment_id, at.token_start, at.length, streams, rows
+        hidden, ids, mask = self._reader.sample(
+            at.segment_id, at.token_start, at.length, streams, rows
         )
         names = self.spec.streams if streams is None else stream_names(streams)
         return Sample(

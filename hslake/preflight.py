@@ -9,13 +9,13 @@ from pathlib import Path
 import hslake
 from hslake import query
 from hslake.checks import FAIL, WARN, Check, failed, passed, warned
-from hslake.compact import check_part
 from hslake.errors import HslakeError, InvalidInput, Missing
 from hslake.lake import Lake
 from hslake.probe import PROBE_TOKENS, check_server
 from hslake.progress import ProgressMaker, Silent
 from hslake.server import Server, new_session
 from hslake.staging import read_part, read_status, scan
+from hslake.staging.check import check_part
 from hslake.staging.part import part_bytes
 from hslake.staging.space import cgroup_headroom
 from hslake.units import format_bytes
@@ -178,8 +178,8 @@ def _one_staging(root: Path, lake: Lake) -> Iterator[Check]:
     for writer in scan(root):
         for path in writer.parts:
             try:
-                part = read_part(path)
-                check_part(part, lake.spec)
+                part = read_part(path, dead=not writer.alive)
+                check_part(path, part.attributes, lake.spec)
             except HslakeError as error:
                 foreign.append(str(error))
                 continue

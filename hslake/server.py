@@ -43,7 +43,7 @@ class Event:
     sample_id: str
     state: str  # CAPTURED or DROPPED
     reason: str
-    part: str = ""  # where a captured one lies, if the writer says
+    part: str = ""  # where a captured one lies
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,11 @@ import json
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
-
-import fsspec
 
 from hslake.errors import InvalidInput, Missing
 from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.schemas import parse_json, validate
+from hslake.store import open_store
 from hslake.streams import FINAL, parse_streams
 
 __all__ = [
@@ -180,17 +178,16 @@ def make_spec(
     return LakeSpec.from_json(spec.to_json(), "the new spec")
 
 
-def read_spec(url: str, storage_options: dict[str, Any] | None = None) -> LakeSpec:
+def read_spec(url: str) -> LakeSpec:
     """Read `<url>/hslake.json` of a local folder or fsspec URL.
 
-    Raises Missing when there is none, InvalidInput when it does not parse.
+    Raises Missing when there is none, InvalidInput when it does not parse, Unavailable.
     """
-    path = f"{url.rstrip('/')}/{SPEC_FILE}"
+    store = open_store(url)
     try:
-        with fsspec.open(path, "rb", **(storage_options or {})) as f:
-            text = f.read()
-    except (FileNotFoundError, NotADirectoryError):
+        text = store.read(SPEC_FILE)
+    except Missing:
         raise Missing(
             f"no lake at {url}: {SPEC_FILE} is not there; `hslake create` makes one"
         ) from None
-    return LakeSpec.from_json(text, path)
+    return LakeSpec.from_json(text, store.url(SPEC_FILE))

@@ -106,9 +106,12 @@ def status(
     """Coverage and storage from the lake; staging fill and health from `servers` and `staging`.
 
     A server that does not answer is a line of the report, not an error. Raises Missing (no lake, no
-    staging folder), InvalidInput (an impossible address).
+    staging folder), InvalidInput (an impossible address, staging of another lake).
     """
+    from hslake.staging.check import check_roots
+
     roots = [Path(s) for s in staging]
+    check_roots(roots, hslake.open(lake_url).spec)
     # Staging first: what is committed in between is then counted once, as committed.
     told = asyncio.run(_ask(list(dict.fromkeys(servers))))
     told += [(str(root), status) for root in roots for status in local_statuses(root)]
@@ -151,12 +154,13 @@ def status(
 
 def local_statuses(root: Path) -> list[ServerStatus]:
     """What a staging folder on this machine tells: one status for each page of events."""
-    from hslake.staging import read_status
+    from hslake.staging import StatusReader
 
+    reader = StatusReader(root)
     found: list[ServerStatus] = []
     while not found or found[-1].more:
         since = found[-1].cursors if found else None
-        found.append(parse_status(read_status(root, since), str(root)))
+        found.append(parse_status(reader.read(since), str(root)))
     return found
 
 

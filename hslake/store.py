@@ -7,13 +7,25 @@ import contextlib
 import errno
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
+import numpy as np
 from fsspec.core import url_to_fs
 
-from hslake.errors import CheckFailed, Conflict, InvalidInput, Missing
+from hslake.errors import (
+    CheckFailed,
+    Conflict,
+    HslakeError,
+    InvalidInput,
+    Missing,
+    Unavailable,
+    reason,
+    without_secrets,
+)
 
 _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
@@ -52,6 +64,12 @@ class Store:
         for prefix in _LOCAL:
             if url.startswith(prefix):
                 url = url[len(prefix) :]
+        if "://" in url and urlsplit(url).password is not None:
+            raise InvalidInput(
+                f"{without_secrets(url)}: the URL holds a password or key, which would end up in "
+                "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
         self.is_local = "://" not in url
         self.root = str(Path(url).absolute()) if self.is_local else url.rstrip("/")
         self._fs: Any = None
@@ -88,10 +106,28 @@ class Store:
     def _missing(self, path: str) -> Missing:
         return Missing(f"{self.url(path)} is not there")
 
+    @contextlib.contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        """A library's errors as hslake's. Each filesystem raises its own kinds."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._missing(path) from None
+        except HslakeError:
+            raise
+        except Exception as error:
+            if self.is_local:
+                raise
+            raise Unavailable(
+                f"{self.url(path)}: the store cannot be reached or refuses ({reason(error)}): "
+                "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
+            ) from error
+
     def put(self, path: str, data: bytes) -> None:
         """Write `path`, replacing what is there, atomically."""
         if not self.is_local:
-            self.fs.pipe_file(self._key(path), data)
+            with self._errors(path):
+                self.fs.pipe_file(self._key(path), data)
             return
         target, temp = self._temp(path, data)
         try:
@@ -104,13 +140,14 @@ class Store:
     def put_new(self, path: str, data: bytes) -> None:
         """Write `path` unless it exists, atomically. Raises Conflict when it exists."""
         if not self.is_local:
-            try:
-                self.fs.pipe_file(self._key(path), data, mode="create")
-            except OSError as e:
-                taken = isinstance(e, FileExistsError) or e.errno in _TAKEN
-                if taken and self.exists(path):
-                    raise Conflict(f"{self.url(path)} exists already") from None
-                raise
+            with self._errors(path):
+                try:
+                    self.fs.pipe_file(self._key(path), data, mode="create")
+                except OSError as e:
+                    taken = isinstance(e, FileExistsError) or e.errno in _TAKEN
+                    if taken and self.exists(path):
+                        raise Conflict(f"{self.url(path)} exists already") from None
+                    raise
             return
         target, temp = self._temp(path, data)
         try:
@@ -137,54 +174,49 @@ class Store:
 
     def read(self, path: str) -> bytes:
         """All bytes of `path`. Raises Missing."""
-        try:
+        with self._errors(path):
             if self.is_local:
                 return self.local(path).read_bytes()
             return self.fs.cat_file(self._key(path))
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._missing(path) from None
 
     def read_range(
         self, path: str, start: int = 0, end: int | None = None, *, suffix: int | None = None
-    ) -> bytes:
+    ) -> memoryview:
         """Bytes [start, end) of `path`, or its last `suffix` bytes. Raises Missing.
 
         Fewer bytes come back when the object ends earlier.
         """
-        try:
+        with self._errors(path):
             if not self.is_local:
                 if suffix is not None:
                     # fsspec resolves negative starts itself, for every filesystem.
-                    return self.fs.cat_file(self._key(path), start=-suffix)
-                return self.fs.cat_file(self._key(path), start=start, end=end)
+                    return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
+                return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
             fd = os.open(self.local(path), os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._missing(path) from None
         try:
             size = os.fstat(fd).st_size
             if suffix is not None:
                 start, end = max(0, size - suffix), size
             stop = size if end is None else min(end, size)
-            parts: list[bytes] = []
-            while start < stop:
-                part = os.pread(fd, stop - start, start)
-                if not part:
+            # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
+            data = np.empty(max(0, stop - start), np.uint8)
+            done = 0
+            while done < data.size:
+                got = os.preadv(fd, [data[done:].data], start + done)
+                if not got:
                     break
-                parts.append(part)
-                start += len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+                done += got
+            return data[:done].data
         finally:
             os.close(fd)
 
     def size(self, path: str) -> int:
         """Size of `path` in bytes. Raises Missing."""
-        try:
+        with self._errors(path):
             if self.is_local:
                 return self.local(path).stat().st_size
             self.fs.invalidate_cache(self.fs._parent(self._key(path)))
             return int(self.fs.info(self._key(path))["size"])
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._missing(path) from None
 
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a folder) at `path`."""
@@ -194,7 +226,8 @@ class Store:
             self.size(path)
         except Missing:
             return False
-        return self.fs.isfile(self._key(path))
+        with self._errors(path):
+            return self.fs.isfile(self._key(path))
 
     def list(self, path: str = "") -> list[str]:
         """Paths of all objects below `path`, sorted; none when there is nothing."""
@@ -208,22 +241,29 @@ class Store:
                 if not (f.startswith(".") and f.endswith(".tmp"))
             )
             return sorted(p.relative_to(self.root).as_posix() for p in found)
-        self.fs.invalidate_cache()
-        base_key = self._key("")
-        return sorted(k[len(base_key) + 1 :] for k in self.fs.find(self._key(path)))
+        with self._errors(path):
+            self.fs.invalidate_cache()
+            base_key = self._key("")
+            return sorted(k[len(base_key) + 1 :] for k in self.fs.find(self._key(path)))
 
     def delete(self, path: str) -> None:
         """Delete one object; nothing happens when it is not there."""
         if self.is_local:
             self.local(path).unlink(missing_ok=True)
             return
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(Missing), self._errors(path):
             self.fs.rm_file(self._key(path))
 
     def check_put_new(self) -> None:
-        """Put one key twice. Raises CheckFailed when the store lets the second through."""
+        """Put one key twice.
+
+        Raises CheckFailed when the store lets the second through, Missing when it has no bucket.
+        """
         path = f".hslake-probe-{uuid.uuid4().hex}"
-        self.put_new(path, b"1")
+        try:
+            self.put_new(path, b"1")
+        except Missing:
+            raise Missing(f"{self.root}: its bucket does not exist: make it first") from None
         try:
             self.put_new(path, b"2")
         except Conflict:

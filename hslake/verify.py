@@ -15,12 +15,12 @@ import pyarrow as pa
 
 from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
-from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing
+from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
 from hslake.segment import inventory
-from hslake.segment.read import read_sample
+from hslake.segment.read import SegmentReader
 
 LEVELS = ("manifest", "checksum", "full")
 
@@ -75,8 +75,9 @@ def verify(
     for row in rows:
         by_segment.setdefault(row["segment_id"], []).append(row)
     report.segments = len(by_segment)
+    reader = SegmentReader(lake.store, lake.spec)
     for segment_id, members in by_segment.items():
-        report.damage += _segment(lake, segment_id, members, level, progress)
+        report.damage += _segment(lake, reader, segment_id, members, level, progress)
     report.damage += _twice(rows)
     if quarantine and report.damage:
         report.quarantined = hide(
@@ -113,14 +114,19 @@ def _twice(rows: Sequence[dict[str, Any]]) -> list[Damage]:
 
 
 def _segment(
-    lake: Lake, segment_id: str, members: list[dict[str, Any]], level: str, bar: Bar | None
+    lake: Lake,
+    reader: SegmentReader,
+    segment_id: str,
+    members: list[dict[str, Any]],
+    level: str,
+    bar: Bar | None,
 ) -> list[Damage]:
     everyone = tuple(m["sample_id"] for m in members)
     found = _overlaps(segment_id, members)
     try:
         objects = inventory.load(lake.store, segment_id, members[0]["inventory_digest"])
         problems = inventory.check(lake.store, segment_id, objects, content=level == "checksum")
-    except HslakeError as e:
+    except Corrupt as e:
         problems = [str(e)]
     if level != "full":
         # Without decoding, a damaged object may cost any sample of the segment.
@@ -130,7 +136,7 @@ def _segment(
         return found
     found += [Damage(segment_id, p, ()) for p in problems]
     for row in members:
-        what = _sample(lake, row)
+        what = _sample(lake, reader, row)
         if what:
             found.append(Damage(segment_id, what, (row["sample_id"],)))
         if bar is not None:
@@ -150,11 +156,9 @@ def _overlaps(segment_id: str, members: list[dict[str, Any]]) -> list[Damage]:
     return found
 
 
-def _sample(lake: Lake, row: dict[str, Any]) -> str | None:
+def _sample(lake: Lake, reader: SegmentReader, row: dict[str, Any]) -> str | None:
     try:
-        hidden, ids, _ = read_sample(
-            lake.store, lake.spec, row["segment_id"], row["token_start"], row["length"]
-        )
+        hidden, ids, _ = reader.sample(row["segment_id"], row["token_start"], row["length"])
     except (Corrupt, Missing) as e:
         return str(e)
     if token_hash(ids) != row["token_hash"]:

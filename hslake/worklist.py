@@ -90,17 +90,17 @@ def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:
 def captured_attempts(statuses: Iterable[ServerStatus]) -> dict[str, str]:
     """attempt -> sample id of what lies complete in the staging behind these servers.
 
-    An event outlives its rows, so only writers whose parts still hold reserved rows count, and,
-    where the event names its part, only parts that still exist.
+    An event outlives its rows: once the part is done or recycled, the sample is in the lake or was
+    given up by the compactor. Events newer than the writer's summary are of parts that it may not
+    list yet.
     """
     found: dict[str, str] = {}
     for status in statuses:
         for writer in status.writers:
-            held = {p.name for p in writer.parts if p.reserved > 0 and p.state != "done"}
-            if not held:
-                continue
+            held = {p.name: p.state != "done" for p in writer.parts}
             for event in writer.events:
-                if event.state == CAPTURED and (not event.part or event.part in held):
+                new = event.seq > writer.last_seq
+                if event.state == CAPTURED and held.get(event.part, new):
                     found[event.attempt] = event.sample_id
     return found
 

@@ -1,15 +1,23 @@
 """The Zarr v3 extension data type `bfloat16` for zarr-python, which ships none.
 
 Native dtype uint16: the exact bits, so nothing is rounded and no -0.0 chunk is taken for a fill
-value. TensorStore and zarrs read the same arrays under the same name. Importing this module
-registers it: zarr-python 3.1 collects the entry points of `zarr.data_type` but never loads them.
+value. TensorStore and zarrs read the same arrays under the same name.
+
+For `zarr.open_group` nobody needs to import this module: zarr-python does, through the entry points
+of an installed hslake (see `Buffer`). Before `zarr.open_array`, import it where zarr is older than
+3.4.1. Importing it registers the data type.
 """
 
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from zarr.core.dtype.common import DataTypeValidationError
+import zarr.buffer.cpu
 from zarr.dtype import UInt16, data_type_registry
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined]
+except ImportError:  # zarr before 3.3
+    from zarr.dtype import DataTypeValidationError  # type: ignore[attr-defined, no-redef]
 
 
 class BFloat16(UInt16):
@@ -54,3 +62,13 @@ class BFloat16(UInt16):
 
 
 data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)
+
+
+class Buffer(zarr.buffer.cpu.Buffer):
+    """zarr's buffer, unchanged, which nobody selects: it is here for its entry point.
+
+    zarr-python before 3.4.1 collects the entry points of `zarr.data_type` but never loads them.
+    Those of `zarr.buffer` every version loads before it reads a group's metadata, and with this
+    class the module, which registers the data type. From 3.4.1 on the entry point of
+    `zarr.data_type` is enough.
+    """

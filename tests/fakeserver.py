@@ -22,7 +22,7 @@ from hslake import checksum
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId, parse_request_id
 from hslake.spec import LakeSpec
-from hslake.staging import Reservation, StagingWriter
+from hslake.staging import Reservation, StagingWriter, StatusReader
 
 T = TypeVar("T")
 Script = Callable[[RequestId, int], str]
@@ -57,11 +57,13 @@ class FakeServer:
         context: int | None = None,
         chunk: int = 32,
         delay: float = 0.0,
+        idle_s: float = 5.0,
         script: Script = lambda rid, nth: "ok",
     ) -> None:
         self.spec = hslake.open(lake_url).spec
         self.staging, self.part_tokens, self.max_parts = staging, part_tokens, max_parts
         self.context, self.chunk, self.delay, self.script = context, chunk, delay, script
+        self.idle_s = idle_s
         self.requests: list[RequestId] = []
         self.captured: Counter[str] = Counter()
         self.aborted: list[str] = []
@@ -120,6 +122,7 @@ class FakeServer:
 
     async def _start(self) -> None:
         self.lives += 1
+        self._reader = StatusReader(self.staging)
         self._run = f"{id(self):x}-{self.lives}"
         self.writer = StagingWriter(
             self.staging,
@@ -136,6 +139,7 @@ class FakeServer:
                 "chunk_size": str(self.chunk),
                 "run": self._run,
             },
+            idle_s=self.idle_s,
         )
         report.tell_writer(self.staging, self._run, self.writer.writer_id)
         app = web.Application(client_max_size=64 << 20)
@@ -182,7 +186,7 @@ class FakeServer:
         return web.json_response({"model_path": "fake", "version": "0", **limits})
 
     async def _status(self, request: web.Request) -> web.Response:
-        found = endpoint.answer(self.staging, self._run, request.query.get("since"))
+        found = endpoint.answer(self._reader, self._run, request.query.get("since"))
         if self.status_lake_id is not None:
             found["lake_id"] = self.status_lake_id
         return web.json_response(found)

@@ -101,22 +101,26 @@ class MadeLake:
             },
         )
         for name in names:
-            truth = self.samples[name]
-            length = len(truth.input_ids)
-            rid = RequestId(spec.lake8, new_attempt(), length, truth.source, name)
-            place = writer.begin(rid)
-            for at in range(0, length, chunk):
-                n = min(chunk, length - at)
-                rows = place.rows(at, n)
-                sums, stats = [], []
-                for k, states in enumerate(truth.states):
-                    part = states[at : at + n]
-                    rows.hidden[k][...] = part
-                    sums.append(checksum.rows_checksum(part, at))
-                    stats.append(checksum.row_stats(checksum.to_float32(part, spec.dtype)))
-                rows.input_ids[...] = truth.input_ids[at : at + n]
-                writer.wrote(place, at, n, sums, stats)
+            self.put(writer, name, chunk)
         writer.close()
+
+    def put(self, writer: StagingWriter, name: str, chunk: int = 100) -> None:
+        """Write one sample, `chunk` rows at a time."""
+        spec, truth = writer.spec, self.samples[name]
+        length = len(truth.input_ids)
+        rid = RequestId(spec.lake8, new_attempt(), length, truth.source, name)
+        place = writer.begin(rid)
+        for at in range(0, length, chunk):
+            n = min(chunk, length - at)
+            rows = place.rows(at, n)
+            sums, stats = [], []
+            for k, states in enumerate(truth.states):
+                part = states[at : at + n]
+                rows.hidden[k][...] = part
+                sums.append(checksum.rows_checksum(part, at))
+                stats.append(checksum.row_stats(checksum.to_float32(part, spec.dtype)))
+            rows.input_ids[...] = truth.input_ids[at : at + n]
+            writer.wrote(place, at, n, sums, stats)
 
 
 def random_states(streams: int, hidden: int, dtype: str, nan: bool = False) -> States:
@@ -145,15 +149,17 @@ def make_lake(
     codec: str = "standard",
     nan: bool = False,
     states: States | None = None,
+    url: str | None = None,
 ) -> MadeLake:
-    """A lake under `folder` with `n` samples (or one per entry of `lengths`), all committed.
+    """A lake under `folder` (or at `url`) with `n` samples (or one per entry of `lengths`), all
+    committed. Its staging is under `folder`.
 
     `streams` counts the boundaries and `final`; `states(rng, length)` makes bit patterns
     [stream, length, hidden]. The lake is `made.lake`, the truth `made.samples`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lake = hslake.create(
-        folder / "lake",
+        url or folder / "lake",
         streams=[*range(2, 2 * streams - 1, 2), "final"],
         hidden_size=hidden,
         num_layers=2 * streams,
@@ -176,9 +182,9 @@ def damage_sample(lake: Lake, sample_id: str) -> None:
     at = lake.location(sample_id)
     grid = hidden_grid(lake.spec)
     shard, chunk = divmod(at.token_start // grid.chunk, grid.chunks)
-    path = Path(lake.url) / segment_prefix(at.segment_id) / grid.key(shard)
-    data = bytearray(path.read_bytes())
-    index = parse_index(grid, bytes(data[-grid.index_bytes :]), str(path))
+    path = segment_prefix(at.segment_id) + grid.key(shard)
+    data = bytearray(lake.store.read(path))
+    index = parse_index(grid, bytes(data[-grid.index_bytes :]), path)
     offset, size = (int(x) for x in index[0, chunk])
     data[offset + size // 2] ^= 1
-    path.write_bytes(data)
+    lake.store.put(path, bytes(data))

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ import pytest
 from hslake import catalog
 from hslake.checksum import RowStats
 from hslake.compact import compact
-from hslake.errors import InvalidInput, Missing
+from hslake.errors import Missing
 from hslake.ids import RequestId, new_attempt
-from hslake.staging import StagingWriter, scan
+from hslake.staging import StagingWriter, read_part, scan
 from hslake.verify import verify
 from hslake.versions import vacuum
 from tests.lakes import MadeLake, make_lake
@@ -107,20 +108,104 @@ def test_a_byte_that_changed_in_staging_is_refused(tmp_path):
     check(made)
 
 
-def test_parts_of_another_lake_or_model_are_refused(tmp_path):
+def test_parts_of_another_lake_or_model_are_refused_and_the_rest_goes_on(tmp_path):
     made, other = make_lake(tmp_path / "a", 2), make_lake(tmp_path / "b", 2)
     other.stage(other.plan([5]))
-    with pytest.raises(InvalidInput, match="lake_id"):
-        compact(made.url, [other.staging])
+    (foreign,) = other.staging.iterdir()
+    foreign = foreign.rename(made.staging / foreign.name)
     spec = made.lake.spec
     wide = replace(spec, model=replace(spec.model, hidden_size=spec.hidden_size * 2))
     writer = StagingWriter(
         made.staging, wide, part_tokens=8, max_parts=1, fingerprint={}, engine={}
     )
-    with pytest.raises(InvalidInput, match="hidden_size"):
-        compact(made.url, [made.staging])
+    made.stage(made.plan([30, 40]))
+    report = compact(made.url, [made.staging])
+    assert report.samples == 2 and not report.passed
+    assert len(report.refused) == 2 and report.damage == []
+    told = "\n".join(report.refused)
+    assert str(foreign / "part-000001") in told and "lake_id is" in told
+    assert f"{writer.folder / 'part-000001'}: hidden_size is 16, the lake's is 8" in told
+    # Refused, not touched: only the writer whose parts were taken is gone.
+    assert {p.name for p in made.staging.iterdir()} == {foreign.name, writer.writer_id}
+    assert not list(made.staging.glob("*/*/DONE"))
     writer.close()
-    assert len(list(made.staging.iterdir())) == 1  # refused, not deleted
+    foreign.rename(other.staging / foreign.name)
+    assert compact(other.url, [other.staging]).samples == 1
+    check(made)
+    check(other)
+
+
+def damage_journal(part: Path, text: bytes) -> None:
+    """Flip a bit at the first place of `text` in the part's journal."""
+    data = bytearray((part / "journal").read_bytes())
+    data[data.index(text)] ^= 1
+    (part / "journal").write_bytes(data)
+
+
+def test_a_damaged_journal_is_told_kept_and_freed(tmp_path):
+    made = make_lake(tmp_path, 2)
+    names = made.plan([10, 20, 30])
+    made.stage(names)
+    writer = scan(made.staging)[0]
+    before = (writer.parts[0] / "journal").read_bytes()
+    damage_journal(writer.parts[0], names[2].encode())
+    report = compact(made.url, [made.staging])
+    assert report.samples == 2 and not report.passed
+    assert len(report.damage) == 1 and str(writer.parts[0] / "journal") in report.damage[0]
+    assert not writer.path.exists()
+    kept = made.staging / "damaged" / f"{writer.writer_id}.part-000001"
+    assert sum(a != b for a, b in zip((kept / "journal").read_bytes(), before, strict=True)) == 1
+    assert compact(made.url, [made.staging]).passed  # told once: the part is gone
+    made.stage([names[2]])
+    compact(made.url, [made.staging])
+    check(made)
+
+
+def test_a_part_whose_metadata_or_rows_do_not_read_stops_nobody(tmp_path):
+    made = make_lake(tmp_path, 2)
+    names = made.plan([10, 20, 30])
+    for name in names:
+        made.stage([name])
+    by_name = {read_part(w.parts[0]).reserved[0].sample_id: w for w in scan(made.staging)}
+    (by_name[names[0]].parts[0] / "zarr.json").write_text("{")
+    (by_name[names[1]].parts[0] / "hidden_states/c/0/0/0").write_bytes(b"short")
+    report = compact(made.url, [made.staging])
+    assert report.samples == 1 and report.abandoned == {"rows do not read": 1}
+    assert len(report.damage) == 2 and not report.passed
+    assert [w.writer_id for w in scan(made.staging)] == [by_name[names[0]].writer_id]
+    made.stage(names[:2])
+    compact(made.url, [made.staging])
+    check(made)
+
+
+def test_stopped_between_segments_frees_nothing_that_is_not_committed(tmp_path):
+    made = make_lake(tmp_path, 1)
+    made.stage(made.plan([100] * 6))
+    asked = iter([False] * 8)  # six samples are looked at, two segments written
+    report = compact(made.url, [made.staging], segment_tokens=100, stop=lambda: next(asked, True))
+    assert report.stopped and report.segments == report.samples == 2
+    assert not list(made.staging.glob("*/*/DONE"))
+    rest = compact(made.url, [made.staging], segment_tokens=100)
+    assert rest.samples == 4 and not rest.stopped
+    check(made)
+
+
+def test_a_watching_compactor_tells_its_writers_that_it_is_there(tmp_path):
+    made = make_lake(tmp_path, 1)
+    spec = made.lake.spec
+    writer = StagingWriter(
+        made.staging,
+        spec,
+        part_tokens=8,
+        max_parts=1,
+        fingerprint=spec.model.fingerprint,
+        engine={},
+    )
+    lock = writer.folder / "compact.lock"
+    os.utime(lock, (5, 5))
+    compact(made.url, [made.staging])
+    assert time.time() - lock.stat().st_mtime < 60
+    writer.close()
 
 
 def test_missing_staging_is_named(tmp_path):
@@ -139,6 +224,46 @@ def test_a_live_writers_open_part_is_read_and_left_alone(tmp_path):
         StagingWriter.close = closed
     assert compact(made.url, [made.staging]).samples == 2
     assert len(scan(made.staging)) == 1
+    check(made)
+
+
+def test_watch_waits_for_whole_parts_and_a_trickle_still_arrives(tmp_path):
+    made = make_lake(tmp_path, 1)
+    spec = made.lake.spec
+    names = made.plan([10, 10, 10])
+    stop = threading.Event()
+    watcher = threading.Thread(
+        target=compact,
+        args=(made.url, [made.staging]),
+        kwargs={"watch": True, "stop": stop.is_set, "interval_s": 0.05},
+    )
+    watcher.start()
+    try:
+        writer = StagingWriter(
+            made.staging,
+            spec,
+            part_tokens=100,
+            max_parts=1,
+            fingerprint=spec.model.fingerprint,
+            engine={},
+            idle_s=1.0,
+        )
+        before = made.lake.version
+        for name in names:
+            made.put(writer, name)
+            time.sleep(0.2)
+            writer.tick()
+        assert made.lake.version == before  # passes came by, but more may follow
+        deadline = time.monotonic() + 30
+        while writer.free_rows() < 100 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            writer.tick()
+        assert writer.free_rows() == 100  # sealed, committed and recycled while the writer lives
+        assert made.lake.version == before + 1
+        writer.close()
+    finally:
+        stop.set()
+        watcher.join(30)
     check(made)
 
 

@@ -17,10 +17,12 @@ import hslake
 from hslake.compact import compact
 from hslake.drive import Limits
 from hslake.errors import CheckFailed, InvalidInput, Missing
-from hslake.extract import ExtractReport, extract, extract_async
+from hslake.extract import ExtractOptions, ExtractReport, extract, extract_async
 from hslake.ids import RequestId
-from hslake.staging import read_status
+from hslake.staging import read_part, read_status, scan
+from hslake.status import local_statuses
 from hslake.verify import hide
+from hslake.worklist import captured_attempts
 from tests.fakeserver import FakeServer, states_of
 from tests.lakes import MadeLake, random_states
 
@@ -56,8 +58,8 @@ class World:
         return FakeServer(self.url, self.staging, **options)  # type: ignore[arg-type]
 
     def extract(self, *servers: FakeServer, **options: object) -> ExtractReport:
-        options = {"limits": FAST, **options}
-        return extract(self.url, [s.url for s in servers], **options)  # type: ignore[arg-type]
+        given = ExtractOptions(**{"limits": FAST, **options})  # type: ignore[arg-type]
+        return extract(self.url, [s.url for s in servers], given)
 
     def check_lake(self) -> None:
         """Everything planned is in the lake, once, and is what the server computed."""
@@ -178,6 +180,20 @@ def test_never_more_than_staging_holds(
     world.check_lake()
 
 
+def test_a_single_part_does_not_stall(
+    tmp_path: Path, compacting: Callable[[World], Callable[[], None]]
+) -> None:
+    # After each of them the rest of the part is too small for the next: only sealing helps.
+    world = make_world(tmp_path, [200, 250, 180, 300, 220])
+    stop = compacting(world)
+    with world.serve(part_tokens=300, max_parts=1, idle_s=0.1) as server:
+        report = world.extract(server)
+        assert report.complete, report.message
+        assert server.violations == [] and server.no_space == 0
+    stop()
+    world.check_lake()
+
+
 def test_tokens_in_flight_are_bounded(world: World) -> None:
     with world.serve(part_tokens=16_384, delay=0.02) as server:
         world.extract(server, limits=replace(FAST, requests=64, tokens=600))
@@ -250,7 +266,7 @@ def test_all_servers_gone_for_good(world: World) -> None:
         assert not report.passed and "no server answers" in report.message
         # Its staging is still there: with it, only the rest is asked for.
         with world.serve(part_tokens=8192) as fresh:
-            more = world.extract(fresh, staging=[world.staging])
+            more = world.extract(fresh, staging=(world.staging,))
             assert more.complete and len(fresh.requests) == 60 - len(server.captured)
     world.check_lake()
 
@@ -295,7 +311,7 @@ def test_too_long_for_parts_or_context(tmp_path: Path) -> None:
         assert "2 longer than the server takes (599 tokens)" in report.message
         assert len(server.requests) == 2
     with world.serve(part_tokens=1024) as server:
-        report = world.extract(server, staging=[world.staging])
+        report = world.extract(server, staging=(world.staging,))
         assert report.captured == 1
         assert "1 longer than a staging part (1,024 tokens)" in report.message
 
@@ -347,7 +363,7 @@ def test_where_order_and_limit(world: World) -> None:
             where="source = 'A1' and length > 20 -- the first source",
             order="length desc",
             limit=4,
-            concurrency=1,
+            limits=replace(FAST, requests=1),
         )
         assert report.captured == 4 and report.passed and not report.complete
         assert report.message.startswith("done as far as asked: ")
@@ -375,7 +391,7 @@ def test_the_default_order_mixes_and_is_fixed(world: World) -> None:
     orders = []
     for _ in range(2):
         with world.serve(part_tokens=16_384, script=lambda rid, nth: "drop") as server:
-            world.extract(server, concurrency=1, limits=replace(FAST, tries=1))
+            world.extract(server, limits=replace(FAST, requests=1, tries=1))
             orders.append([r.sample_id for r in server.requests])
     assert orders[0] == orders[1] != sorted(orders[0])
 
@@ -385,7 +401,9 @@ def test_the_default_order_mixes_and_is_fixed(world: World) -> None:
 
 async def test_cancelled_and_resumed(world: World) -> None:
     with world.serve(part_tokens=16_384, delay=0.03) as server:
-        run = asyncio.create_task(extract_async(world.url, [server.url], limits=FAST))
+        run = asyncio.create_task(
+            extract_async(world.url, [server.url], ExtractOptions(limits=FAST))
+        )
         while len(server.captured) < 10:
             await asyncio.sleep(0.01)
         run.cancel()
@@ -394,7 +412,7 @@ async def test_cancelled_and_resumed(world: World) -> None:
         assert server.aborted  # what was on its way is not computed for nobody
         await asyncio.sleep(0.2)
         done = len(server.captured)
-        report = await extract_async(world.url, [server.url], limits=FAST)
+        report = await extract_async(world.url, [server.url], ExtractOptions(limits=FAST))
         assert report.complete and report.captured == 60 - done
         assert set(server.captured.values()) == {1}
     await asyncio.to_thread(world.check_lake)
@@ -419,6 +437,52 @@ def test_ctrl_c_reports_and_resumes(world: World) -> None:
 
 
 # -- what staging says --------------------------------------------------------------------------
+
+
+def test_what_the_compactor_gave_up_is_asked_for_again_while_the_server_lives(
+    tmp_path: Path,
+) -> None:
+    world = make_world(tmp_path, [100, 100, 100])
+    with world.serve(part_tokens=100, max_parts=4) as server:
+        assert world.extract(server).captured == 3
+        sealed = [p for p in scan(world.staging)[0].parts if read_part(p).sealed]
+        assert len(sealed) == 2
+        lost = read_part(sealed[0]).reserved[0].sample_id
+        chunk = sealed[0] / "hidden_states/c/1/0/0"
+        data = bytearray(chunk.read_bytes())
+        data[5] ^= 4
+        chunk.write_bytes(data)
+        report = compact(world.url, [world.staging])
+        assert report.abandoned == {"checksum differs from the writer's": 1}
+        # The writer still holds rows of the third, but the part of the lost one is gone.
+        again = world.extract(server)
+        assert again.captured == 1 and again.complete
+        assert server.captured[lost] == 2
+    world.check_lake()
+
+
+def test_events_that_the_summary_does_not_know_yet_count(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        world.extract(server)
+        (status,) = local_statuses(world.staging)
+        (writer,) = status.writers
+        old = replace(writer, last_seq=0, parts=())  # written just before the part was made
+        assert len(captured_attempts([replace(status, writers=(old,))])) == 60
+        gone = replace(writer, parts=())
+        assert captured_attempts([replace(status, writers=(gone,))]) == {}
+        done = replace(writer, last_seq=0, parts=(replace(writer.parts[0], state="done"),))
+        assert captured_attempts([replace(status, writers=(done,))]) == {}
+
+
+def test_another_lakes_staging_does_not_count(world: World, tmp_path: Path) -> None:
+    other = make_world(tmp_path / "other", [10])
+    with other.serve(part_tokens=1024) as its, world.serve(part_tokens=16_384) as server:
+        other.extract(its)
+        with pytest.raises(InvalidInput, match=r"part-000001: lake_id is .* another lake"):
+            world.extract(server, staging=(other.staging,))
+        with pytest.raises(Missing, match="nowhere"):
+            world.extract(server, staging=(tmp_path / "nowhere",))
+        assert server.requests == []
 
 
 def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:

@@ -12,7 +12,7 @@ import hslake
 from hslake.cli import app
 from hslake.compact import compact
 from hslake.errors import Missing
-from hslake.extract import extract
+from hslake.extract import ExtractOptions, extract
 from hslake.plan import plan_files
 from hslake.status import status
 from tests.fakeserver import FakeServer
@@ -46,7 +46,7 @@ def test_from_plan_to_lake(lake: str, tmp_path: Path) -> None:
     assert before.tokens_left == before.planned_tokens == 290
     assert before.tokens_per_second is None and before.writers == []
     with FakeServer(lake, staging) as server:
-        extract(lake, [server.url], where="source = 'B3'")
+        extract(lake, [server.url], ExtractOptions(where="source = 'B3'"))
         half = status(lake, servers=[server.url], staging=[staging])
         assert (half.committed, half.waiting, half.missing) == (0, 10, 10)
         assert [(c.source, c.waiting, c.missing) for c in half.coverage] == [

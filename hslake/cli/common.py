@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from hslake.errors import HslakeError, InvalidInput
+from hslake.errors import HslakeError, InvalidInput, without_secrets
 
 DEBUG = "HSLAKE_DEBUG"
 BUG, INTERRUPTED = 3, 130
@@ -95,7 +95,7 @@ def _is_cli(error: Exception) -> bool:
 
 
 def _print_error(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(without_secrets(f"error: {message}"), file=sys.stderr)
 
 
 def note(message: str) -> None:

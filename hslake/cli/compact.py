@@ -3,13 +3,16 @@
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hslake.cli.common import Json, Lake, examples, note, print_json, print_pairs
-from hslake.errors import Corrupt, InvalidInput
+from hslake.errors import CheckFailed, InvalidInput
 from hslake.units import format_bytes, format_count, parse_count
+
+if TYPE_CHECKING:
+    from hslake.compact import CompactReport
 
 
 @examples(
@@ -23,7 +26,8 @@ def compact(
         list[Path], typer.Option(metavar="DIR", help="Staging directory. Repeatable.")
     ],
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on until Ctrl-C or SIGTERM, then finish the pass.")
+        bool,
+        typer.Option("--watch", help="Go on until Ctrl-C or SIGTERM, then finish the segment."),
     ] = False,
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", help="With --watch: pause between passes.")
@@ -36,15 +40,16 @@ def compact(
 ) -> None:
     """Move complete samples from staging into the lake and free their staging.
 
+    With --watch, a live server's parts are taken once they are full or idle for some seconds, so
+    that segments are not tiny; without it, everything complete.
+
     Every sample is checked against the checksum made at capture before it is committed. A crash
-    anywhere leaves nothing half visible: run it again.
+    anywhere leaves nothing half visible: run it again. Parts of another lake or model are refused
+    and left alone, damaged ones reported; the others go on, and the exit code is 1.
     """
     limit = None if segment_tokens is None else parse_count(segment_tokens, "--segment-tokens")
     if limit is not None and limit < 1:
         raise InvalidInput(f"--segment-tokens: found {limit}, expected at least 1")
-    import hslake.compact
-    from hslake.progress import Progress
-
     stopping = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -52,10 +57,13 @@ def compact(
         if stopping:  # the second Ctrl-C does not wait
             raise KeyboardInterrupt
         stopping = True
-        note("finishing this pass; press Ctrl-C again to stop at once")
+        note("finishing this segment; press Ctrl-C again to stop at once")
 
     signals = (signal.SIGINT, signal.SIGTERM) if watch else ()
     before = [(s, signal.signal(s, stop)) for s in signals]
+    import hslake.compact
+    from hslake.progress import Progress
+
     try:
         with Progress(None, "compact") as bar:
             report = hslake.compact.compact(
@@ -78,15 +86,30 @@ def compact(
                           f"{format_count(report.tokens)} tokens in {report.segments} segments"),
             ("raw", format_bytes(report.raw_bytes)),
             ("stored", format_bytes(report.stored_bytes)),
-            ("waiting", f"{report.waiting} samples not complete yet"),
         ]  # fmt: skip
+        if not watch:
+            rows.append(("waiting", f"{report.waiting} samples not complete yet"))
         rows += [("given up", f"{n} samples: {why}") for why, n in report.abandoned.items()]
         print_pairs(rows, f"{lake} at version {report.version}" if report.version else lake)
-    if report.damage:
-        raise Corrupt(
-            f"{len(report.damage)} journals in staging are damaged; what was readable before the "
-            f"damage is in the lake, the rest will be asked for again: {'; '.join(report.damage)}"
+    if report.stopped:
+        note(
+            "stopped: what was committed is safe, the rest is in staging; the same command goes on"
         )
+    if not report.passed:
+        raise CheckFailed(_problems(report))
+
+
+def _problems(report: "CompactReport") -> str:
+    lines = []
+    if report.refused:
+        lines.append(f"{len(report.refused)} parts refused: " + "; ".join(report.refused))
+    if report.damage:
+        lines.append(
+            f"{len(report.damage)} times damage in staging: " + "; ".join(report.damage)
+            + ". What was sound is in the lake, `hslake extract` asks for the rest again; journals "
+            "that were cut short are kept in STAGING/damaged, delete them when looked at"
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 def register(app: typer.Typer) -> None:

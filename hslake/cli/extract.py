@@ -1,6 +1,5 @@
 """`hslake extract`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,18 +68,14 @@ def extract(
     from hslake.drive import Limits
     from hslake.progress import Progress
 
-    limits = replace(Limits(), tokens=max_tokens, tries=tries, patience=patience)
-    report = hslake.extract.extract(
-        lake,
-        server,
-        concurrency=concurrency,
-        limit=limit,
+    options = hslake.extract.ExtractOptions(
         where=where,
         order=order,
-        staging=staging or (),
-        limits=limits,
-        progress=Progress,
+        limit=limit,
+        staging=tuple(staging or ()),
+        limits=Limits(requests=concurrency, tokens=max_tokens, tries=tries, patience=patience),
     )
+    report = hslake.extract.extract(lake, server, options, progress=Progress)
     if json:
         print_json(report)
     else:

@@ -1,4 +1,4 @@
-"""Reading samples: the shard's index, then one range where the wanted chunks lie together.
+"""Reading samples: the shard's index once, then one range where the wanted chunks lie together.
 
 Needs only the spec and the sample's place from the manifest. Whatever is missing or damaged
 raises Corrupt; zeros never stand in for lost data.
@@ -10,6 +10,7 @@ import numpy as np
 
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.segment.codec import decode_chunk, decode_tokens, storage_dtype
+from hslake.segment.indexes import IndexCache
 from hslake.segment.layout import (
     TOKEN_DTYPES,
     Grid,
@@ -17,59 +18,188 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
-from hslake.segment.shard import ABSENT, parse_index
+from hslake.segment.shard import ABSENT
 from hslake.spec import LakeSpec
 from hslake.store import Store
 from hslake.streams import stream_names
 
 # Reading over a gap this small beats another request.
 _GAP_BYTES = 1 << 20
+# What is held encoded at a time, however long the sample.
+_RUN_BYTES = 64 << 20
 _Chunk = tuple[int, int]  # stream, chunk of the whole token axis
 
 
-def _fetch(
-    store: Store, grid: Grid, segment_id: str, wanted: Sequence[_Chunk]
-) -> Iterator[tuple[_Chunk, memoryview, str]]:
-    """The encoded bytes of every wanted chunk with a name for errors, range by range."""
-    by_shard: dict[int, list[_Chunk]] = {}
-    for stream, chunk in wanted:
-        by_shard.setdefault(chunk // grid.chunks, []).append((stream, chunk))
-    for shard, chunks in by_shard.items():
-        path = segment_prefix(segment_id) + grid.key(shard)
-        where = f"segment {segment_id}, object {grid.key(shard)}"
-        try:
-            tail = store.read_range(path, suffix=grid.index_bytes)
-        except Missing:
-            raise Corrupt(
-                f"{where}: it is missing, and with it {_chunk_name(grid, chunks[0])}; expected at "
-                f"{store.url(path)}: `hslake verify --quarantine` hides its samples"
-            ) from None
-        try:
-            index = parse_index(grid, tail, where)
-        except Corrupt as e:
-            raise Corrupt(f"{e} (reading {_chunk_name(grid, chunks[0])})") from None
-        places = []
-        for stream, chunk in chunks:
-            offset, size = index[stream, chunk % grid.chunks]
-            if offset == ABSENT:
+class SegmentReader:
+    """Reads samples of a lake's segments; safe from several threads.
+
+    Remembers the indexes of the shards it has read (at most `index_bytes` of them; segments never
+    change). The buffers it fills are the caller's.
+    """
+
+    def __init__(self, store: Store, spec: LakeSpec, index_bytes: int = 64 << 20) -> None:
+        self._store, self._spec = store, spec
+        self._indexes = IndexCache(store, index_bytes)
+
+    def sample(
+        self,
+        segment_id: str,
+        token_start: int,
+        length: int,
+        streams: Sequence[str | int] | None = None,
+        rows: slice | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(hidden states, input_ids, loss_mask): `rows` and `tokens` together."""
+        hidden = self.rows(segment_id, token_start, length, streams, rows)
+        return hidden, *self.tokens(segment_id, token_start, length, rows=rows)
+
+    def rows(
+        self,
+        segment_id: str,
+        token_start: int,
+        length: int,
+        streams: Sequence[str | int] | None = None,
+        rows: slice | None = None,
+    ) -> np.ndarray:
+        """Hidden states of a sample, [stream, n, hidden] in the order of `streams` (default: all).
+
+        uint16 bit patterns for bfloat16, else float16 or float32. `rows` is a slice of the sample's
+        rows with step 1. Raises as `rows_into`.
+        """
+        start, stop = _window(self._spec, token_start, length, rows)
+        count = len(_stream_numbers(self._spec, streams))
+        shape = (count, stop - start, self._spec.hidden_size)
+        out = np.empty(shape, storage_dtype(self._spec))
+        self.rows_into(list(out), segment_id, token_start, length, streams, rows)
+        return out
+
+    def rows_into(
+        self,
+        out: Sequence[np.ndarray],
+        segment_id: str,
+        token_start: int,
+        length: int,
+        streams: Sequence[str | int] | None = None,
+        rows: slice | None = None,
+    ) -> None:
+        """Decode a sample's hidden states into `out`: one array [n, hidden] a stream, of the lake's
+        item size and with a contiguous last axis.
+
+        Raises InvalidInput for an unknown stream or a wrong `out`, Corrupt naming segment, object
+        and chunk.
+        """
+        spec = self._spec
+        numbers = _stream_numbers(spec, streams)
+        start, stop = _window(spec, token_start, length, rows)
+        shape = (stop - start, spec.hidden_size)
+        if [o.shape for o in out] != [shape] * len(numbers) or any(
+            o.dtype.itemsize != spec.itemsize for o in out
+        ):
+            raise InvalidInput(
+                f"out is {[(o.dtype.name, o.shape) for o in out]}, expected {len(numbers)} arrays "
+                f"of {spec.itemsize}-byte values {shape}"
+            )
+        if stop == start:
+            return
+        targets: dict[int, list[np.ndarray]] = {}
+        for number, place in zip(numbers, out, strict=True):
+            targets.setdefault(number, []).append(place.view(storage_dtype(spec)))
+        size = spec.geometry.chunk_tokens
+        base = token_start // size
+        chunks = range(start // size, -(-stop // size))
+        wanted = [(number, base + c) for number in targets for c in chunks]
+        scratch: np.ndarray | None = None
+        for (number, chunk), data, where in self._fetch(hidden_grid(spec), segment_id, wanted):
+            at = (chunk - base) * size
+            low, high = max(start, at), min(stop, at + size)
+            for target in targets[number]:
+                place = target[low - start : high - start]
+                if high - low == size and place.flags.c_contiguous:
+                    decode_chunk(spec, data, where, place)
+                else:
+                    scratch = decode_chunk(spec, data, where, scratch)
+                    place[:] = scratch[low - at : high - at]
+
+    def tokens(
+        self,
+        segment_id: str,
+        token_start: int,
+        length: int,
+        segment_tokens: int | None = None,
+        rows: slice | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids (int32) and loss_mask (uint8) of a sample, each [n].
+
+        `segment_tokens`, from the manifest, is checked when given: a sample cannot reach past it.
+        Raises InvalidInput, or Corrupt naming segment, object and chunk.
+        """
+        start, stop = _window(self._spec, token_start, length, rows)
+        if segment_tokens is not None and token_start + length > segment_tokens:
+            raise InvalidInput(
+                f"segment {segment_id}: a sample of {length} tokens at {token_start} does not fit "
+                f"its {segment_tokens} tokens; take all three from the manifest"
+            )
+        size = self._spec.geometry.chunk_tokens
+        base = token_start // size
+        chunks = range(start // size, -(-stop // size)) if stop > start else range(0)
+        wanted = [(0, base + c) for c in chunks]
+        result = []
+        for name, dtype in TOKEN_DTYPES.items():
+            values = np.empty(stop - start, dtype)
+            grid = token_grid(self._spec, name)
+            for (_, chunk), data, where in self._fetch(grid, segment_id, wanted):
+                at = (chunk - base) * size
+                low, high = max(start, at), min(stop, at + size)
+                decoded = decode_tokens(data, dtype, size, where)
+                values[low - start : high - start] = decoded[low - at : high - at]
+            result.append(values)
+        return result[0], result[1]
+
+    def _fetch(
+        self, grid: Grid, segment_id: str, wanted: Sequence[_Chunk]
+    ) -> Iterator[tuple[_Chunk, memoryview, str]]:
+        """The encoded bytes of every wanted chunk with a name for errors, range by range."""
+        by_shard: dict[int, list[_Chunk]] = {}
+        for stream, chunk in wanted:
+            by_shard.setdefault(chunk // grid.chunks, []).append((stream, chunk))
+        for shard, chunks in by_shard.items():
+            path = segment_prefix(segment_id) + grid.key(shard)
+            where = f"segment {segment_id}, object {grid.key(shard)}"
+            try:
+                index = self._indexes.get(grid, path, where)
+                for run in _runs(_places(grid, index, chunks, where)):
+                    start, end = run[0][0], max(offset + size for offset, size, _ in run)
+                    data = self._store.read_range(path, start, end)
+                    for offset, size, key in run:
+                        part = data[offset - start : offset - start + size]
+                        name = f"{where}, {_chunk_name(grid, key)}"
+                        if len(part) != size:
+                            raise Corrupt(
+                                f"{name}: {len(part)} bytes, expected {size}: the object was cut "
+                                "short; `hslake verify --quarantine` hides the sample"
+                            )
+                        yield key, part, name
+            except Missing:
                 raise Corrupt(
-                    f"{where}: {_chunk_name(grid, (stream, chunk))} is absent from the index; the "
-                    "manifest says it holds a sample: `hslake verify --quarantine` hides it"
-                )
-            places.append((int(offset), int(size), (stream, chunk)))
-        places.sort()
-        for run in _runs(places):
-            start, end = run[0][0], max(offset + size for offset, size, _ in run)
-            data = memoryview(store.read_range(path, start, end))
-            for offset, size, key in run:
-                part = data[offset - start : offset - start + size]
-                name = f"{where}, {_chunk_name(grid, key)}"
-                if len(part) != size:
-                    raise Corrupt(
-                        f"{name}: {len(part)} bytes, expected {size}: the object was cut short; "
-                        "`hslake verify --quarantine` hides the sample"
-                    )
-                yield key, part, name
+                    f"{where}: it is missing, and with it {_chunk_name(grid, chunks[0])}; expected "
+                    f"at {self._store.url(path)}: `hslake verify --quarantine` hides its samples"
+                ) from None
+
+
+def _places(
+    grid: Grid, index: np.ndarray, chunks: Sequence[_Chunk], where: str
+) -> list[tuple[int, int, _Chunk]]:
+    """(offset, bytes, chunk) of each chunk by offset; raises Corrupt for one that is not there."""
+    places = []
+    for stream, chunk in chunks:
+        offset, size = index[stream, chunk % grid.chunks]
+        if offset == ABSENT:
+            raise Corrupt(
+                f"{where}: {_chunk_name(grid, (stream, chunk))} is absent from the index; the "
+                "manifest says it holds a sample: `hslake verify --quarantine` hides it"
+            )
+        places.append((int(offset), int(size), (stream, chunk)))
+    return sorted(places)
 
 
 def _chunk_name(grid: Grid, key: _Chunk) -> str:
@@ -80,10 +210,14 @@ def _chunk_name(grid: Grid, key: _Chunk) -> str:
 
 
 def _runs(places: list[tuple[int, int, _Chunk]]) -> Iterator[list[tuple[int, int, _Chunk]]]:
-    """Split places sorted by offset where the gap is worth a request of its own."""
+    """Split places sorted by offset into ranges: one request each."""
     run: list[tuple[int, int, _Chunk]] = []
     for place in places:
-        if run and place[0] - (run[-1][0] + run[-1][1]) > _GAP_BYTES:
+        offset, size, _ = place
+        if run and (
+            offset - (run[-1][0] + run[-1][1]) > _GAP_BYTES
+            or offset + size - run[0][0] > _RUN_BYTES
+        ):
             yield run
             run = []
         run.append(place)
@@ -117,105 +251,3 @@ def _stream_numbers(spec: LakeSpec, streams: Sequence[str | int] | None) -> list
             f"stream {', '.join(unknown)} is not in the lake; it has {', '.join(spec.streams)}"
         )
     return [spec.streams.index(s) for s in names]
-
-
-def read_rows(
-    store: Store,
-    spec: LakeSpec,
-    segment_id: str,
-    token_start: int,
-    length: int,
-    streams: Sequence[str | int] | None = None,
-    rows: slice | None = None,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """Hidden states of a sample, [stream, n, hidden] in the order of `streams` (default: all).
-
-    uint16 bit patterns for bfloat16, else float16 or float32. `rows` is a slice of the sample's
-    rows with step 1. `out`, of that shape and item size with a contiguous last axis, is filled
-    and returned. Raises InvalidInput for an unknown stream or a wrong `out`, Corrupt naming
-    segment, object and chunk.
-    """
-    numbers = _stream_numbers(spec, streams)
-    start, stop = _window(spec, token_start, length, rows)
-    shape = (len(numbers), stop - start, spec.hidden_size)
-    if out is None:
-        out = np.empty(shape, storage_dtype(spec))
-    elif out.shape != shape or out.dtype.itemsize != spec.itemsize:
-        raise InvalidInput(
-            f"out is {out.dtype} {out.shape}, expected {spec.itemsize}-byte values {shape}"
-        )
-    if stop == start or not numbers:
-        return out
-    size = spec.geometry.chunk_tokens
-    base = token_start // size
-    target = out.view(storage_dtype(spec))
-    slots: dict[int, list[int]] = {}
-    for slot, number in enumerate(numbers):
-        slots.setdefault(number, []).append(slot)
-    chunks = range(start // size, -(-stop // size))
-    wanted = [(number, base + c) for number in slots for c in chunks]
-    scratch: np.ndarray | None = None
-    for (number, chunk), data, where in _fetch(store, hidden_grid(spec), segment_id, wanted):
-        at = (chunk - base) * size
-        low, high = max(start, at), min(stop, at + size)
-        for slot in slots[number]:
-            place = target[slot, low - start : high - start]
-            if high - low == size and place.flags.c_contiguous:
-                decode_chunk(spec, data, where, place)
-            else:
-                scratch = decode_chunk(spec, data, where, scratch)
-                place[:] = scratch[low - at : high - at]
-    return out
-
-
-def read_tokens(
-    store: Store,
-    spec: LakeSpec,
-    segment_id: str,
-    token_start: int,
-    length: int,
-    segment_tokens: int | None = None,
-    rows: slice | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """input_ids (int32) and loss_mask (uint8) of a sample, each [n].
-
-    `segment_tokens`, from the manifest, is checked when given: a sample cannot reach past it.
-    Raises InvalidInput, or Corrupt naming segment, object and chunk.
-    """
-    start, stop = _window(spec, token_start, length, rows)
-    if segment_tokens is not None and token_start + length > segment_tokens:
-        raise InvalidInput(
-            f"segment {segment_id}: a sample of {length} tokens at {token_start} does not fit its "
-            f"{segment_tokens} tokens; take all three from the manifest"
-        )
-    size = spec.geometry.chunk_tokens
-    base = token_start // size
-    result = []
-    for name, dtype in TOKEN_DTYPES.items():
-        values = np.empty(stop - start, dtype)
-        chunks = range(start // size, -(-stop // size)) if stop > start else range(0)
-        wanted = [(0, base + c) for c in chunks]
-        for (_, chunk), data, where in _fetch(store, token_grid(spec, name), segment_id, wanted):
-            at = (chunk - base) * size
-            low, high = max(start, at), min(stop, at + size)
-            decoded = decode_tokens(data, dtype, size, where)
-            values[low - start : high - start] = decoded[low - at : high - at]
-        result.append(values)
-    return result[0], result[1]
-
-
-def read_sample(
-    store: Store,
-    spec: LakeSpec,
-    segment_id: str,
-    token_start: int,
-    length: int,
-    streams: Sequence[str | int] | None = None,
-    rows: slice | None = None,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(hidden states, input_ids, loss_mask) of a sample: `read_rows` and `read_tokens` together."""
-    hidden = read_rows(store, spec, segment_id, token_start, length, streams, rows, out)
-    ids, mask = read_tokens(store, spec, segment_id, token_start, length, rows=rows)
-    return hidden, ids, mask

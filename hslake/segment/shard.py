@@ -39,7 +39,7 @@ class ShardWriter:
         return b"".join([*parts, index, crc(index)])
 
 
-def parse_index(grid: Grid, data: bytes, where: str) -> np.ndarray:
+def parse_index(grid: Grid, data: bytes | memoryview, where: str) -> np.ndarray:
     """The index [stream, chunk, (offset, bytes)] uint64 from the last bytes of a shard.
 
     Raises Corrupt naming `where` when it is short or does not match its crc32c.

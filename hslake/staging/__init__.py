@@ -2,8 +2,9 @@
 
 from hslake.staging.part import PartInfo, Reserved
 from hslake.staging.reader import WriterDir, read_part, scan
-from hslake.staging.status import read_status
-from hslake.staging.writer import Reservation, RowViews, StagingWriter
+from hslake.staging.reservation import Reservation, RowViews
+from hslake.staging.status import StatusReader, read_status
+from hslake.staging.writer import StagingWriter
 
 __all__ = [
     "PartInfo",
@@ -11,6 +12,7 @@ __all__ = [
     "Reserved",
     "RowViews",
     "StagingWriter",
+    "StatusReader",
     "WriterDir",
     "read_part",
     "read_status",

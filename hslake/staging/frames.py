@@ -3,12 +3,16 @@
 File: 8-byte head `HSLJ` + uint32 version, then frames. Frame: uint32 magic, uint32 sequence number
 (from 0), uint32 payload length, uint32 CRC-32C over (sequence, length, payload), payload (an Arrow
 IPC record batch message without schema), zero padding to 8 bytes. The file is preallocated with
-zeros; the first zero magic ends the data, and everything behind it must be zero. Little-endian.
+zeros; the first zero magic ends the data. Little-endian.
+
+A frame is written header first and magic last, so a writer that was killed in the middle leaves
+one frame without a magic: it never was. Anything behind that frame is damage.
 """
 
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,16 @@ _HEAD = struct.pack("<4sI", b"HSLJ", 1)
 _FRAME = struct.Struct("<IIII")
 _MAGIC = 0x464C5348
 _GROW = 1 << 20
+_BLOCK = 1 << 16  # bytes of one read
 
 
 def _crc(seq: int, payload: bytes) -> int:
     return google_crc32c.value(struct.pack("<II", seq, len(payload)) + payload)
+
+
+def _extent(length: int) -> int:
+    size = _FRAME.size + length
+    return size + -size % 8
 
 
 class FrameWriter:
@@ -45,17 +55,16 @@ class FrameWriter:
         """Write one row as one frame; it is visible to readers only when whole."""
         batch = pa.RecordBatch.from_pylist([row], schema=self._schema)
         payload = batch.serialize().to_pybytes()
-        end = self._at + _FRAME.size + len(payload)
-        end += -end % 8
+        end = self._at + _extent(len(payload))
         if end > len(self._map):
             size = len(self._map) + max(_GROW, end - len(self._map))
             allocate(self._fd, size)
             self._map.resize(size)
         body = self._at + _FRAME.size
-        self._map[body : body + len(payload)] = payload
         header = _FRAME.pack(_MAGIC, self._seq, len(payload), _crc(self._seq, payload))
-        # The magic goes last: until it stands, a reader sees a clean end.
         self._map[self._at + 4 : body] = header[4:]
+        self._map[body : body + len(payload)] = payload
+        # The magic goes last: until it stands, a reader sees a clean end.
         self._map[self._at : self._at + 4] = header[:4]
         self._at, self._seq = end, self._seq + 1
 
@@ -64,29 +73,101 @@ class FrameWriter:
         os.close(self._fd)
 
 
-def read_frames(path: Path, table: str) -> Iterator[dict[str, Any]]:
+def read_frames(path: Path, table: str, *, final: bool = True) -> Iterator[dict[str, Any]]:
     """Rows of a frame file, in order, up to the first damage, which raises Corrupt.
 
-    Rows before the damage have been yielded by then and are sound.
+    Rows before the damage have been yielded by then and are sound. `final`: nobody writes any more,
+    so what lies behind the end is looked at too; while somebody does, that is no sign of damage.
     """
-    schema = arrow_schema(table)
-    data = path.read_bytes()
+    schema, data = arrow_schema(table), path.read_bytes()
     if data[: len(_HEAD)] != _HEAD:
         raise Corrupt(f"{path}: head {data[:8]!r}, expected {_HEAD!r}")
     at, seq = len(_HEAD), 0
     while at + _FRAME.size <= len(data):
-        magic, found_seq, length, crc = _FRAME.unpack_from(data, at)
+        magic, _, length, _ = _FRAME.unpack_from(data, at)
         if magic == 0:
-            # Zeros to the end, or something was wiped: rows behind a hole are not lost quietly.
-            if data[at:].strip(b"\0"):
+            # At most one frame was never finished. Rows behind a hole are not lost quietly.
+            if final and data[at + _extent(length) :].strip(b"\0"):
                 raise Corrupt(f"{path}: bytes follow the end of the frames at byte {at}")
             break
-        payload = data[at + _FRAME.size : at + _FRAME.size + length]
-        if magic != _MAGIC or found_seq != seq or len(payload) != length:
-            raise Corrupt(f"{path}: frame {seq} at byte {at} has a damaged header")
-        if _crc(seq, payload) != crc:
-            raise Corrupt(f"{path}: frame {seq} at byte {at} fails its CRC-32C")
-        yield from pa.ipc.read_record_batch(pa.py_buffer(payload), schema).to_pylist()
-        at += _FRAME.size + length
-        at += -at % 8
+        yield from _rows(path, schema, seq, at, data[at : at + _FRAME.size + length])
+        at += _extent(length)
         seq += 1
+
+
+def _rows(path: Path, schema: pa.Schema, seq: int, at: int, frame: bytes) -> list[dict[str, Any]]:
+    """The rows of frame `seq` at byte `at`, of which `frame` is header and payload."""
+    magic, found, length, crc = _FRAME.unpack_from(frame)
+    payload = frame[_FRAME.size :]
+    if magic != _MAGIC or found != seq or len(payload) != length:
+        raise Corrupt(f"{path}: frame {seq} at byte {at} has a damaged header")
+    if _crc(seq, payload) != crc:
+        raise Corrupt(f"{path}: frame {seq} at byte {at} fails its CRC-32C")
+    try:
+        return pa.ipc.read_record_batch(pa.py_buffer(payload), schema).to_pylist()
+    except pa.ArrowException as e:
+        raise Corrupt(
+            f"{path}: frame {seq} is sound, but no row with the columns {', '.join(schema.names)} "
+            f"({e}): was it written by another version of hslake?"
+        ) from None
+
+
+class FrameTail:
+    """Follows a frame file that grows: a call reads what is new and what it returns, no more.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, path: Path, table: str) -> None:
+        self._path, self._schema = path, arrow_schema(table)
+        self._starts = array("Q")  # byte offset of every frame seen
+        self._end = len(_HEAD)
+
+    def __len__(self) -> int:
+        """Frames seen so far."""
+        return len(self._starts)
+
+    def read(self, first: int, limit: int) -> list[dict[str, Any]]:
+        """Rows of frames [first, first + limit) that are there by now.
+
+        Raises Corrupt for damage in them or in what is new, FileNotFoundError without the file.
+        """
+        fd = os.open(self._path, os.O_RDONLY)
+        try:
+            self._advance(fd)
+            last = min(len(self._starts), first + limit)
+            if first >= last:
+                return []
+            start = self._starts[first]
+            end = self._starts[last] if last < len(self._starts) else self._end
+            data = os.pread(fd, end - start, start)
+        finally:
+            os.close(fd)
+        rows: list[dict[str, Any]] = []
+        for seq in range(first, last):
+            at = self._starts[seq] - start
+            length = _FRAME.unpack_from(data, at)[2]
+            frame = data[at : at + _FRAME.size + length]
+            rows += _rows(self._path, self._schema, seq, at + start, frame)
+        return rows
+
+    def _advance(self, fd: int) -> None:
+        """Take in the headers of frames that came since the last call."""
+        data, base = b"", self._end
+        while True:
+            at = self._end - base
+            if at + _FRAME.size > len(data):
+                data, base = os.pread(fd, _BLOCK, self._end), self._end
+                if len(data) < _FRAME.size:
+                    return  # the file ends here until it is made longer
+                continue
+            magic, seq, length, _ = _FRAME.unpack_from(data, at)
+            if magic == 0:
+                return
+            if magic != _MAGIC or seq != len(self._starts):
+                raise Corrupt(
+                    f"{self._path}: frame {len(self._starts)} at byte {self._end} has a damaged "
+                    "header"
+                )
+            self._starts.append(self._end)
+            self._end += _extent(length)

@@ -88,6 +88,9 @@ class Part:
             check_room(path.parent, part_bytes(spec, capacity))
         path.mkdir(exist_ok=True)
         self.path, self.capacity, self.used, self.sealed = path, capacity, 0, False
+        self.touched = 0.0  # when the last row was logged, on the writer's clock
+        self.passed_over = False  # a sample found no room here: to be sealed when nobody fills it
+        self.incarnations: dict[str, int] = {}  # attempt -> its last one here
         self.rows: list[dict[str, Any]] = []
         bits = bits_dtype(spec.itemsize)
         size = capacity * spec.hidden_size * spec.itemsize

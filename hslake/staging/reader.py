@@ -31,7 +31,10 @@ def scan(root: Path) -> list[WriterDir]:
     """Writers under a staging root, by name. Raises Missing when the root is not there."""
     root = Path(root)
     if not root.is_dir():
-        raise Missing(f"staging folder {root} is not there: start the server, or check --staging")
+        raise Missing(
+            f"staging folder {root} is not there: check --staging, or make it (on /dev/shm) before "
+            "the server starts"
+        )
     found = []
     for path in sorted(root.iterdir()):
         if not (path.is_dir() and _is_uuid(path.name)):
@@ -65,8 +68,8 @@ def part_attributes(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_part(path: Path) -> PartInfo:
-    """Journal of one part folded to one state per reservation.
+def read_part(path: Path, *, dead: bool = False) -> PartInfo:
+    """Journal of one part folded to one state per reservation. `dead`: its writer is.
 
     A damaged frame ends the reading; what came before it is returned with `damage` set.
     """
@@ -76,7 +79,7 @@ def read_part(path: Path) -> PartInfo:
     reserved: dict[tuple[str, int], Reserved] = {}
     damage = None
     try:
-        for row in read_frames(path / JOURNAL, "journal"):
+        for row in read_frames(path / JOURNAL, "journal", final=sealed or dead):
             _fold(reserved, row, path)
     except Corrupt as e:
         damage = str(e)

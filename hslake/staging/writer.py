@@ -5,12 +5,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hslake.checksum import RowStats, to_int64
 from hslake.errors import Conflict, InvalidInput, NoSpace
@@ -19,48 +16,13 @@ from hslake.spec import LakeSpec
 from hslake.staging.frames import FrameWriter
 from hslake.staging.locks import try_lock
 from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
+from hslake.staging.reservation import Reservation
 
 EVENTS = "events"
 LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _STATUS_EVERY_S = 0.2
-
-
-@dataclass(frozen=True)
-class RowViews:
-    """Writable views of staging: `hidden` per stream [n, hidden] bits, `input_ids` int32 [n]."""
-
-    hidden: list[np.ndarray]
-    input_ids: np.ndarray
-
-
-@dataclass(eq=False)
-class Reservation:
-    """Rows set aside for one attempt; `filled` of `length` are in place."""
-
-    rid: RequestId
-    part: Part
-    row_start: int
-    incarnation: int
-    touched: float
-    filled: int = 0
-    sums: list[int] = field(default_factory=list)
-    stats: list[RowStats] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return self.rid.length
-
-    def rows(self, position: int, n: int) -> RowViews:
-        """Views of sample rows [position, position + n). Raises InvalidInput outside of it."""
-        if position < 0 or n < 0 or position + n > self.length:
-            raise InvalidInput(
-                f"attempt {self.rid.attempt}: rows {position}..{position + n} of a sample of "
-                f"{self.length}"
-            )
-        rows = slice(self.row_start + position, self.row_start + position + n)
-        return RowViews([h[rows] for h in self.part.hidden], self.part.input_ids[rows])
 
 
 class StagingWriter:
@@ -80,6 +42,7 @@ class StagingWriter:
         engine: dict[str, str],
         clock: Callable[[], float] = time.time,
         max_age_s: float = 3600.0,
+        idle_s: float = 5.0,
     ) -> None:
         if part_tokens < 1 or max_parts < 1:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
@@ -91,7 +54,8 @@ class StagingWriter:
         if self._lock is None:
             raise Conflict(f"{self.folder / LOCK} is held by another process")
         self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
-        self._clock, self._max_age_s, self._engine = clock, max_age_s, dict(engine)
+        self._clock, self._max_age_s, self._idle_s = clock, max_age_s, idle_s
+        self._engine = dict(engine)
         self._attributes: dict[str, Any] = {
             "format": 1,
             "lake_id": spec.lake_id,
@@ -105,12 +69,11 @@ class StagingWriter:
         self._parts: list[Part] = []
         self._next = 1
         self._open: dict[str, Reservation] = {}
-        self._incarnations: dict[str, int] = {}
         self._events = FrameWriter(self.folder / EVENTS, "events")
         self._cursor = 0
         self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
         self._health: tuple[bool, str | None] = (True, None)
-        self._status_at = 0.0
+        self._status_at, self._status_due = 0.0, False
         self._closed = False
         self._new_part()
         self._write_status(force=True)
@@ -148,7 +111,9 @@ class StagingWriter:
         if old is not None:
             self.abandon(old, "superseded")
         part = self._room(rid.length)
-        incarnation = self._incarnations.get(rid.attempt, -1) + 1
+        # Counted while a part tells of the attempt: within a part no two may be the same.
+        told = (p.incarnations.get(rid.attempt, -1) for p in self._parts)
+        incarnation = 1 + max(told, default=-1)
         n = len(self.spec.streams)
         found = Reservation(
             rid, part, part.used, incarnation, self._clock(), 0, [0] * n, [RowStats()] * n
@@ -156,7 +121,7 @@ class StagingWriter:
         self._log(found, "reserve")
         part.used += rid.length
         self._open[rid.attempt] = found
-        self._incarnations[rid.attempt] = incarnation
+        part.incarnations[rid.attempt] = incarnation
         return found
 
     def wrote(
@@ -198,7 +163,7 @@ class StagingWriter:
         del self._open[attempt]
         self._counts["samples_captured"] += 1
         self._counts["tokens_captured"] += reservation.length
-        self._event(reservation.rid, "captured", None)
+        self._event(reservation.rid, "captured", part=reservation.part.path.name)
         return True
 
     def abandon(self, reservation: Reservation, reason: str) -> None:
@@ -206,38 +171,44 @@ class StagingWriter:
         if self._open.pop(reservation.rid.attempt, None) is not None:
             self._log(reservation, "abandon", reason=reason)
             if reason != "superseded":
-                self._event(reservation.rid, "dropped", reason)
+                self._event(reservation.rid, "dropped", reason=reason)
 
     def drop(self, rid: RequestId, reason: str) -> None:
         """Record that an attempt got no reservation, so that the driver asks again."""
         self._counts["dropped"] += 1
-        self._event(rid, "dropped", reason)
+        self._event(rid, "dropped", reason=reason)
 
     # -- upkeep -----------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Recycle finished parts, give up attempts that went silent, refresh `status.json`."""
+        """Recycle finished parts, seal those that are to go, give up attempts that went silent,
+        refresh `status.json`."""
         now = self._clock()
         for reservation in list(self._open.values()):
             if now - reservation.touched > self._max_age_s:
                 self.abandon(reservation, "aged")
-        self._drop_done_parts()
-        self._write_status()
+        self._recycle()
+        for part in self._parts:
+            if not part.sealed and (part.passed_over or self._idle(part)):
+                self._seal(part)
+        self._write_status(force=self._status_due)
 
     def set_health(self, armed: bool, error: str | None) -> None:
-        """State shown in the status: whether capture is armed, and why not."""
+        """State shown in the status: whether capture is armed, and why not. Unarmed, nothing more
+        comes, so all parts are sealed."""
         self._health = (armed, error)
-        self._write_status(force=True)
+        try:
+            if not armed:
+                self._finish("the capture stopped")
+        finally:
+            self._write_status(force=True)
 
     def close(self) -> None:
         """Abandon what is open, seal all parts, release the lock. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for reservation in list(self._open.values()):
-            self.abandon(reservation, "writer closed")
-        for part in self._parts:
-            part.seal()
+        self._finish("writer closed")
         self._write_status(force=True)
         for part in self._parts:
             part.close()
@@ -247,25 +218,35 @@ class StagingWriter:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _room(self, length: int) -> Part:
+    def _finish(self, reason: str) -> None:
+        for reservation in list(self._open.values()):
+            self.abandon(reservation, reason)
         for part in self._parts:
-            if not part.sealed and part.capacity - part.used >= length:
-                return part
-        self._drop_done_parts()
-        if len(self._parts) >= self._max_parts:
-            raise NoSpace(
-                f"staging: {length} rows asked, all {self._max_parts} parts are full: "
-                "the compactor has to catch up"
-            )
-        part = self._new_part()
-        # Only now: a refusal above leaves the open part to shorter samples.
+            part.seal()
+
+    def _room(self, length: int) -> Part:
+        refusal = f"all {self._max_parts} parts are full: the compactor has to catch up"
+        part = self._with_room(length)
+        if part is None:
+            self._recycle()
+            part = self._with_room(length)
+        if part is None and len(self._parts) < self._max_parts:
+            try:
+                part = self._new_part()
+            except NoSpace as error:
+                refusal = str(error)
         for other in self._parts:
-            if other is not part and not self._filling(other):
-                other.seal()
+            if other is part:
+                break
+            other.passed_over = True
+            self._seal(other)
+        if part is None:
+            raise NoSpace(f"staging: {length} rows asked, {refusal}")
         return part
 
-    def _filling(self, part: Part) -> bool:
-        return any(r.part is part for r in self._open.values())
+    def _with_room(self, length: int) -> Part | None:
+        fit = (p for p in self._parts if not p.sealed and p.capacity - p.used >= length)
+        return next(fit, None)
 
     def _new_part(self) -> Part:
         path = self.folder / f"part-{self._next:06d}"
@@ -274,11 +255,24 @@ class StagingWriter:
         self._parts.append(part)
         return part
 
-    def _drop_done_parts(self) -> None:
+    def _filling(self, part: Part) -> bool:
+        return any(r.part is part for r in self._open.values())
+
+    def _seal(self, part: Part) -> None:
+        """Seal a part that holds something, unless a sample is arriving in it."""
+        if not part.sealed and part.used and not self._filling(part):
+            part.seal()
+            self._status_due = True
+
+    def _idle(self, part: Part) -> bool:
+        """Whether nothing came to it for a while and a compactor has been here since. Without
+        one, a half-full part stays open to whatever comes."""
+        if not part.used or self._clock() - part.touched < self._idle_s:
+            return False
+        return (self.folder / COMPACT_LOCK).stat().st_mtime >= part.touched
+
+    def _recycle(self) -> None:
         for part in list(self._parts):
-            # A part that was passed over while a sample was still arriving is sealed here.
-            if not part.sealed and part is not self._parts[-1] and not self._filling(part):
-                part.seal()
             if not (part.path / DONE).exists() or self._filling(part):
                 continue
             lock = try_lock(part.path / READ_LOCK)
@@ -291,9 +285,11 @@ class StagingWriter:
             self._next += 1
             reset_folder(part.path, fresh)
             self._parts.append(Part(fresh, self.spec, self._part_tokens, self._attributes))
+            self._status_due = True
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
         rid = reservation.rid
+        reservation.part.touched = self._clock()
         reservation.part.log(
             {
                 "event": event,
@@ -308,7 +304,9 @@ class StagingWriter:
             }
         )
 
-    def _event(self, rid: RequestId, state: str, reason: str | None) -> None:
+    def _event(
+        self, rid: RequestId, state: str, *, reason: str | None = None, part: str | None = None
+    ) -> None:
         self._cursor += 1
         self._events.append(
             {
@@ -317,9 +315,10 @@ class StagingWriter:
                 "sample_id": rid.sample_id,
                 "state": state,
                 "reason": reason,
+                "part": part,
             }
         )
-        self._write_status(force=True)
+        self._write_status()
 
     def _part_states(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
@@ -332,8 +331,11 @@ class StagingWriter:
             }
 
     def _write_status(self, force: bool = False) -> None:
+        """Now, or at the next tick when the last time is too short ago: the events file is what
+        counts, and thousands of events a second must not each rewrite this."""
         now = self._clock()
-        if not force and now - self._status_at < _STATUS_EVERY_S:
+        self._status_due = not force and 0 <= now - self._status_at < _STATUS_EVERY_S
+        if self._status_due:
             return
         self._status_at = now
         status = {

@@ -23,6 +23,7 @@ from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec
 from hslake.staging import StagingWriter, read_part, scan
+from hslake.staging.check import check_roots
 from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, bits
 from hslake.torch_checksum import row_stats, rows_checksum
@@ -69,14 +70,14 @@ def capture_hf(
 
     `where` selects among the plan's rows, `limit` bounds how many are captured. When staging is
     full it waits up to `wait_s` seconds for a `compact --watch` beside it. Raises Missing (no
-    staging directory, no model), InvalidInput (another model than the lake's, samples that the
-    model cannot take), NoSpace (staging stayed full; what was captured so far is kept).
+    staging directory, no model), InvalidInput (another model than the lake's, staging of another
+    lake, samples that the model cannot take), NoSpace (staging stayed full; what was captured so
+    far is kept).
     """
     start = time.monotonic()
     lake = hslake.open(str(lake_url))
     folder, root = Path(model_dir), Path(staging)
-    if not root.is_dir():
-        raise Missing(f"staging directory {root} does not exist: make it, on /dev/shm")
+    check_roots([root], lake.spec)
     if not (folder / "config.json").is_file():
         raise Missing(f"{folder} holds no config.json: give the folder of the model")
     fingerprint = model_fingerprint(folder)
@@ -146,7 +147,7 @@ def _staged(lake: Lake, root: Path) -> set[str]:
                 part = read_part(path)
             except (Corrupt, OSError):
                 continue  # recycled meanwhile or damaged: the compactor's business, captured again
-            if part.done or part.attributes["lake_id"] != lake.spec.lake_id:
+            if part.done:
                 continue
             attempts.update(
                 {r.attempt: r.sample_id for r in part.reserved if r.state == "complete"}

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from hslake import query
 from hslake.errors import InvalidInput
 from hslake.lake import Lake, open_lake
-from hslake.segment.read import read_rows, read_tokens
+from hslake.segment.read import SegmentReader
 from hslake.streams import FINAL, stream_names
 from hslake.torch.collate import TORCH_DTYPES, Batch, Shape, Slot, bits, huge
 
@@ -65,7 +65,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         self.url, self.spec = lake.url, lake.spec
         self.streams = _select_streams(self.spec.streams, streams)
         self._store = lake.store
-        self._pid = os.getpid()
+        self._open()
         self._load(lake)
 
     def _load(self, lake: Lake) -> None:
@@ -141,24 +141,29 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 "HiddenStateLoader, which reads in threads"
             )
         row = self.refs.slice(index, 1).to_pylist()[0]
-        where = (self._store, self.spec, row["segment_id"], row["token_start"], row["length"])
-        boundaries = [stream for stream in self.streams if stream != FINAL]
-        if boundaries:
-            # [L, n * H] seen as [n, L, H]: each chunk is decoded to its place in the wide rows.
+        where = (row["segment_id"], row["token_start"], row["length"])
+        # The rows of one token lie side by side, [L, n * H]: each chunk is decoded to its place.
+        out: list[np.ndarray] = []
+        if any(stream != FINAL for stream in self.streams):
             wide = bits(batch["hidden_state"])[slot]
-            out = wide.reshape(len(wide), len(boundaries), -1).transpose(1, 0, 2)
-            read_rows(*where, boundaries, slice(None), out=out)
+            out += np.split(wide, wide.shape[1] // self.spec.hidden_size, axis=1)
         if FINAL in self.streams:
-            read_rows(*where, [FINAL], slice(None), out=bits(batch["target"])[slot][None])
-        ids, mask = read_tokens(*where, row["segment_tokens"])
+            out.append(bits(batch["target"])[slot])
+        self._reader.rows_into(out, *where, self.streams)
+        ids, mask = self._reader.tokens(*where, row["segment_tokens"])
         batch["input_ids"].numpy()[slot] = ids
         batch["loss_mask"].numpy()[slot] = mask
 
+    def _open(self) -> None:
+        self._reader = SegmentReader(self._store, self.spec)
+        self._pid = os.getpid()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pid": None}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_reader", "_pid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pid=os.getpid())
+        self.__dict__.update(state)
+        self._open()
 
 
 def _select_streams(have: tuple[str, ...], want: Any) -> tuple[str, ...]:

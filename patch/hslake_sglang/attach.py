@@ -1,6 +1,7 @@
 """Wires the capture into a worker process of SGLang: the functions its hooks call. None raises."""
 
 import logging
+import multiprocessing.util
 import os
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,22 @@ def arm(runner: Any) -> Capture:
     if rank.writes and getattr(runner, "device", "cpu") == "cuda":
         _hold_back(runner, taps, spec)
     setattr(runner, _ATTRIBUTE, capture)
+    close_at_exit(capture)
     if writer is not None:
         writer.set_health(True, None)
         report.tell_writer(found.staging, found.run, writer.writer_id)
         log.info("hslake: armed, streams %s into %s", ",".join(spec.streams), found.staging)
     return capture
+
+
+def close_at_exit(capture: Capture) -> None:
+    """Seal staging when this process ends in order, whether it is the main process, spawned or
+    forked.
+
+    SGLang 0.5.23 asks its workers to return on SIGTERM; versions that kill them leave a dead
+    writer, of which the compactor takes every complete sample just the same.
+    """
+    multiprocessing.util.Finalize(None, capture.close, exitpriority=10)
 
 
 def _open_writer(

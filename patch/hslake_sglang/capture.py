@@ -73,11 +73,16 @@ class Capture:
             log.exception("hslake: the status could not be updated")
 
     def close(self) -> None:
-        """Seal what is in staging (orderly end of the process)."""
+        """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
+        self.armed = False
         self._stop.set()
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             with self._lock:
                 self.writer.close()
+        except Exception:
+            log.exception("hslake: staging could not be sealed; the compactor takes it as it is")
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hslake.errors import InvalidInput
-from hslake.staging import read_status
+from hslake.staging import StatusReader
 from hslake_sglang import report, settings
 
 log = logging.getLogger("hslake")
@@ -28,23 +28,26 @@ def mount(app: Any, staging: Path, run: str) -> None:
     """Add GET /hslake/status to a FastAPI `app`; it shows the writers of server run `run` only."""
     from fastapi.responses import JSONResponse
 
+    reader = StatusReader(staging)
+
     def status(since: str | None = None) -> JSONResponse:
         try:
-            return JSONResponse(answer(staging, run, since))
+            return JSONResponse(answer(reader, run, since))
         except InvalidInput as error:
             return JSONResponse({"error": str(error)}, status_code=400)
 
     app.add_api_route(PATH, status, methods=["GET"])
 
 
-def answer(staging: Path, run: str, since: str | None) -> dict[str, Any]:
-    """The status document of server run `run` (schemas/status.json).
+def answer(reader: StatusReader, run: str, since: str | None) -> dict[str, Any]:
+    """The status document of server run `run` (hslake.staging.status).
 
-    Other servers may share `staging`, and dead writers may lie in it: only the writers that this
-    run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it is not.
+    Other servers may share the staging folder, and dead writers may lie in it: only the writers
+    that this run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it
+    is not.
     """
-    document = read_status(staging, parse_since(since))
-    told = report.told(staging, run)
+    document = reader.read(parse_since(since))
+    told = report.told(reader.root, run)
     writers = [w for w in document["writers"] if w["writer"] in told.writers]
     errors = [*told.errors, *(str(w["error"]) for w in writers if w.get("error"))]
     errors += [

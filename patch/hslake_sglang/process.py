@@ -1,5 +1,6 @@
 """A server as a child process, for the demo and the tests."""
 
+import contextlib
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from types import TracebackType
 
 from hslake.errors import CheckFailed, NoSpace
 from hslake_sglang import serve as _serve
+
+_LOADS = "/dev/shm/sglang_loads_"  # SGLang's load figures, which it leaves behind when killed
 
 
 def free_port() -> int:
@@ -47,6 +50,7 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._loads: set[Path] = set()  # files of _LOADS that this server's processes have mapped
 
     @classmethod
     def for_lake(
@@ -100,6 +104,7 @@ class ServerProcess:
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
                     if answer.status == 200:
+                        self._loads |= mapped_files(self._process.pid, _LOADS)
                         return self
             except (urllib.error.URLError, OSError):
                 pass
@@ -125,6 +130,7 @@ class ServerProcess:
         if self._process is None:
             return
         group = self._process.pid  # start_new_session made it the leader
+        self._loads |= mapped_files(group, _LOADS)
         # First the launcher alone: it ends its workers in order, while a worker that ends by itself
         # would look like a crash to it.
         for end, sign, wait in (
@@ -136,11 +142,14 @@ class ServerProcess:
             except ProcessLookupError:
                 break
             deadline = time.monotonic() + wait
-            while time.monotonic() < deadline and _group_lives(group, self._process):
+            while time.monotonic() < deadline and _members(group):
                 time.sleep(0.1)
-            if not _group_lives(group, self._process):
+            if not _members(group):
                 break
         self._process.wait(timeout=10)
+        if not _members(group):
+            while self._loads:
+                self._loads.pop().unlink(missing_ok=True)
         self._process = None
 
     def __enter__(self) -> "ServerProcess":
@@ -159,10 +168,24 @@ class ServerProcess:
         self.stop()
 
 
-def _group_lives(group: int, leader: subprocess.Popen[bytes]) -> bool:
-    leader.poll()  # reap it, or its zombie keeps the group alive
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def mapped_files(group: int, prefix: str) -> set[Path]:
+    """Files with names beginning with `prefix` that processes of process group `group` have
+    mapped."""
+    found: set[Path] = set()
+    for process in _members(group):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names = [line.split(maxsplit=5)[-1] for line in (process / "maps").open()]
+            found |= {Path(n.strip()) for n in names if n.startswith(prefix)}
+    return found
+
+
+def _members(group: int) -> list[Path]:
+    """/proc folders of the processes of a group that run. Zombies do not: where nobody reaps
+    orphans (many containers), they stay for ever."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(stat.parent)
+    return found

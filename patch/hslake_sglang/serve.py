@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hslake.errors import InvalidInput, Missing
 from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint, read_spec
+from hslake.staging.check import check_roots
 from hslake_sglang import flags, settings
 
 _ASK = (
@@ -49,6 +50,7 @@ def prepare(
     """
     spec = read_spec(lake_url)
     folder = settings.check_staging(staging)
+    check_roots([folder], spec)
     interpreter = str(python or sys.executable)
     full = {**os.environ, **(env or {})}
     version = _sglang_version(interpreter, full)

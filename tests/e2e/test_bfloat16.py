@@ -10,7 +10,8 @@ import torch
 import hslake
 from hslake.checksum import sample_checksum, to_float32
 from hslake.compact import compact
-from hslake.extract import extract
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
 from hslake.lake import Lake
 from tests.e2e.conftest import set_stage
 from tests.e2e.reference import reference_states, row_errors
@@ -24,7 +25,7 @@ def lake(
     folder.mkdir()
     made = set_stage(folder, sglang_python, model_dir, prompts, capture="eagle3", dtype="bfloat16")
     with made.server:
-        extract(made.lake, [made.url], concurrency=6)
+        extract(made.lake, [made.url], ExtractOptions(limits=Limits(requests=6)))
     compact(made.lake, [made.staging])  # the server is gone: its staging is still good
     yield hslake.open(made.lake)
 
@@ -48,12 +49,15 @@ def test_shapes_and_bits_from_device_to_lake(lake: Lake, prompts: dict[str, list
 def test_values_agree_within_bfloat16(
     lake: Lake, model_dir: Path, prompts: dict[str, list[int]]
 ) -> None:
-    truth = reference_states(model_dir, torch.bfloat16, prompts)
+    """As near to the truth as Hugging Face's own bfloat16 is."""
+    truth = reference_states(model_dir, torch.float64, prompts)
+    peer = reference_states(model_dir, torch.bfloat16, prompts)
+    stored = {n: to_float32(lake.read(n).hidden_states, "bfloat16") for n in prompts}
     for i, stream in enumerate(lake.spec.streams):
-        errors = np.concatenate(
-            [
-                row_errors(to_float32(lake.read(n).hidden_states[i], "bfloat16"), t[stream])
-                for n, t in truth.items()
-            ]
+        ours, theirs = (
+            np.concatenate([row_errors(states(n), truth[n][stream]) for n in prompts])
+            for states in (lambda n, i=i: stored[n][i], lambda n, s=stream: peer[n][s])
         )
-        assert errors.mean() < 0.05 and errors.max() < 0.25, f"stream {stream}: {errors.max()}"
+        assert ours.mean() <= 1.5 * theirs.mean(), f"stream {stream}: mean"
+        assert ours.max() <= 2 * theirs.max(), f"stream {stream}: row {ours.argmax()}"
+        assert theirs.max() < 0.1, "ill-conditioned prompts: this would prove nothing"

@@ -14,9 +14,11 @@ import torch
 import hslake
 from examples.sglang_cpu import cpu_server
 from hslake.compact import compact
-from hslake.extract import extract
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
+from hslake.staging import read_part, scan
 from hslake.streams import draft_ids
 from tests.e2e import client
 from tests.e2e.conftest import Stage, plain_server, set_stage
@@ -48,10 +50,16 @@ def stage(
         client.generate(made.url, talk[0], rid="hslake.somebody.else")
         made.facts["status before"] = client.get(made.url + "/hslake/status")
         made.facts["aborted"] = _abort_and_send_again(made.url, spec.lake8)
-        made.facts["extract"] = extract(made.lake, [made.url], concurrency=CONCURRENCY)
+        made.facts["extract"] = extract(
+            made.lake, [made.url], ExtractOptions(limits=Limits(requests=CONCURRENCY))
+        )
         made.facts["status after"] = client.get(made.url + "/hslake/status")
         made.facts["compact"] = compact(made.lake, [made.staging])
         made.facts["alive"] = made.server.alive()
+        made.facts["loads"] = list(made.server._loads)
+    made.facts["left"] = [
+        (w.alive, read_part(p).sealed) for w in scan(made.staging) for p in w.parts
+    ]
     yield made
 
 
@@ -75,7 +83,16 @@ def lake(stage: Stage) -> Lake:
 
 @pytest.fixture(scope="module")
 def truth(model_dir: Path, prompts: dict[str, list[int]]) -> dict[str, States]:
-    return reference_states(model_dir, torch.float32, prompts)
+    return reference_states(model_dir, torch.float64, prompts)
+
+
+def test_the_prompts_can_be_judged(
+    model_dir: Path, truth: dict[str, States], prompts: dict[str, list[int]]
+) -> None:
+    """An ill-conditioned row is off in any float32 engine, and would say nothing about ours."""
+    for name, states in reference_states(model_dir, torch.float32, prompts).items():
+        for stream, found in states.items():
+            assert_same_states(found, truth[name][stream], TOLERANCE / 2, f"{name} stream {stream}")
 
 
 def test_every_row_of_every_stream_of_every_sample(
@@ -137,6 +154,14 @@ def test_the_server_lived_and_the_hook_stayed_armed(
     assert stage.facts["alive"] and after["armed"] is True and after["error"] is None
     (writer,) = after["writers"]
     assert writer["samples_captured"] >= len(prompts)
+
+
+def test_an_orderly_end_seals_staging_and_cleans_up(stage: Stage) -> None:
+    left = stage.facts["left"]
+    assert left and set(left) == {(False, True)}
+    assert stage.facts["loads"] and not any(path.exists() for path in stage.facts["loads"])
+    assert compact(stage.lake, [stage.staging]).passed
+    assert scan(stage.staging) == []
 
 
 def test_the_same_answers_with_and_without_the_hook(

@@ -7,6 +7,7 @@ import pytest
 from hslake_sglang import endpoint, report
 
 from hslake.errors import InvalidInput
+from hslake.staging import StatusReader
 
 RUN = "run1"
 
@@ -20,7 +21,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Every writer in staging, as read_status would find them."""
     writers: list[dict[str, Any]] = []
     document = {"format": 1, "armed": True, "error": None, "writers": writers}
-    monkeypatch.setattr(endpoint, "read_status", lambda staging, since: document)
+    monkeypatch.setattr(StatusReader, "read", lambda reader, since: document)
     return writers
 
 
@@ -28,17 +29,17 @@ def test_only_the_writers_of_this_server(tmp_path: Path, found: list) -> None:
     found += [writer("mine"), writer("of another server"), writer("dead", alive=False)]
     report.tell_writer(tmp_path, RUN, "mine")
     report.tell_writer(tmp_path, "run2", "of another server")
-    answer = endpoint.answer(tmp_path, RUN, None)
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert [w["writer"] for w in answer["writers"]] == ["mine"]
     assert answer["armed"] is True and answer["error"] is None and answer["format"] == 1
 
 
 def test_a_worker_that_never_armed_is_told(tmp_path: Path, found: list) -> None:
-    assert "no hook has armed" in endpoint.answer(tmp_path, RUN, None)["error"]
+    assert "no hook has armed" in endpoint.answer(StatusReader(tmp_path), RUN, None)["error"]
     found.append(writer("mine"))
     report.tell_writer(tmp_path, RUN, "mine")
     report.tell_error(tmp_path, RUN, "the served model differs")
-    answer = endpoint.answer(tmp_path, RUN, None)
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert answer["armed"] is False and answer["error"] == "the served model differs"
 
 
@@ -47,14 +48,14 @@ def test_a_writer_that_died_or_disarmed_is_not_armed(tmp_path: Path, found, more
     found += [writer("a"), writer("b", **more)]
     for name in "ab":
         report.tell_writer(tmp_path, RUN, name)
-    answer = endpoint.answer(tmp_path, RUN, None)
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert answer["armed"] is False and len(answer["writers"]) == 2
     assert str(more.get("error", "writer b is dead")) in answer["error"]
 
 
 def test_a_deleted_writer_is_noticed(tmp_path: Path, found: list) -> None:
     report.tell_writer(tmp_path, RUN, "gone")
-    answer = endpoint.answer(tmp_path, RUN, None)
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert answer["armed"] is False and "deleted" in answer["error"]
 
 

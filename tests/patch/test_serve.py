@@ -1,11 +1,14 @@
 """serve's checks before any weight loads, and servers as child processes."""
 
+import mmap
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from hslake_sglang import serve, settings
+from hslake_sglang import process, serve, settings
 from hslake_sglang.process import ServerProcess, free_port
 
 from hslake.errors import CheckFailed, InvalidInput, Missing
@@ -100,6 +103,34 @@ def test_server_process_starts_answers_and_stops_with_its_children(tmp_path: Pat
         time.sleep(0.05)
     assert not _runs(child)
     server.stop()  # a second time does no harm
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_shared_memory_that_its_processes_mapped_is_removed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_first: bool
+) -> None:
+    monkeypatch.setattr(process, "_LOADS", str(tmp_path / "sglang_loads_"))
+    mine, others = tmp_path / "sglang_loads_mine.shm", tmp_path / "sglang_loads_other.shm"
+    for path in (mine, others):
+        path.write_bytes(bytes(4096))
+    child = f"import mmap, time; f = open({str(mine)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); "
+    server = SERVER.replace("import time; ", child)
+    port = free_port()
+    argv = [sys.executable, "-c", server, str(port)]
+    with others.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        running = ServerProcess(argv, {}, tmp_path / "log", port).start()
+        try:
+            deadline = time.monotonic() + 30
+            while not process.mapped_files(running._process.pid, str(tmp_path)):  # type: ignore[union-attr]
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            running.wait_ready(30)
+            if dies_first:
+                os.killpg(running._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                running._process.wait(10)  # type: ignore[union-attr]
+        finally:
+            running.stop(grace=1)
+    assert not mine.exists() and others.exists()
 
 
 def _runs(pid: int) -> bool:

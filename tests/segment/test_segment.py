@@ -1,85 +1,26 @@
-"""Segments: written by hslake, read back by hslake, zarr-python, TensorStore and zarrs.
-
-zarr-python (alone or over zarrs) needs `import hslake.zarr_dtype` for bfloat16.
-"""
+"""Segments: written and read back, damaged, and found damaged."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
 import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hslake.zarr_dtype
-from hslake import checksum
 from hslake.errors import Corrupt, InvalidInput
 from hslake.segment import bf16plane, inventory
 from hslake.segment.codec import decode_chunk, encode_chunk
 from hslake.segment.layout import hidden_grid, new_segment_id, segment_prefix, token_grid
-from hslake.segment.read import read_rows, read_sample, read_tokens
-from hslake.segment.write import SegmentInfo, SegmentSample, write_segment
-from hslake.spec import Geometry, LakeSpec, ModelInfo, make_spec
+from hslake.segment.read import SegmentReader
+from hslake.segment.write import write_segment
 from hslake.store import Store, open_store
-
-HIDDEN = 48
-COMBINATIONS = [
-    ("bfloat16", "standard"),
-    ("bfloat16", "bf16plane"),
-    ("bfloat16", "none"),
-    ("float16", "standard"),
-    ("float32", "standard"),
-    ("float32", "none"),
-]
-
-
-def spec_of(dtype: str, codec: str) -> LakeSpec:
-    model = ModelInfo("m", "LlamaForCausalLM", 8, HIDDEN, 100, {"config": None, "weights": None})
-    spec = make_spec(model, ("0", "4", "final"), dtype=dtype, codec=codec)
-    return dataclasses.replace(spec, geometry=Geometry(256, 512, 1024))
-
-
-def make_sample(spec: LakeSpec, name: str, length: int, seed: int) -> SegmentSample:
-    """Normal values, with every kind of special bit pattern (-0.0, NaN payloads) mixed in."""
-    rng = np.random.default_rng(seed)
-    hidden = []
-    for _ in spec.streams:
-        values = rng.normal(size=(length, spec.hidden_size)).astype(np.float32)
-        if spec.itemsize == 4:
-            bits = values.view(np.uint32)
-        elif spec.dtype == "float16":
-            bits = values.astype(np.float16).view(np.uint16)
-        else:
-            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
-        wild = rng.random(bits.shape) < 0.05
-        bits[wild] = rng.integers(0, np.iinfo(bits.dtype).max, wild.sum(), bits.dtype)
-        bits[0] = 1 << (8 * spec.itemsize - 1)  # a row of -0.0
-        hidden.append(bits)
-    return SegmentSample(
-        name,
-        hidden,
-        rng.integers(0, 100, length).astype(np.int32),
-        rng.integers(0, 2, length),
-        [checksum.sample_checksum(h) for h in hidden],
-    )
-
-
-def make_segment(
-    root: Path, spec: LakeSpec, lengths: list[int]
-) -> tuple[Store, SegmentInfo, list[SegmentSample]]:
-    store = open_store(str(root))
-    samples = [make_sample(spec, f"s{i}", n, i) for i, n in enumerate(lengths)]
-    return store, write_segment(store, spec, new_segment_id(), iter(samples)), samples
-
-
-def raw(a: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(a).view(np.uint8)
+from tests.segments import COMBINATIONS, HIDDEN, make_sample, make_segment, raw, spec_of
 
 
 def flip(store: Store, path: str, position: int) -> None:
@@ -102,16 +43,17 @@ def test_reads_what_was_written(
         store, info, samples = make_segment(Path(root), spec, lengths)
         assert [p[0] for p in info.placements] == [s.sample_id for s in samples]
         assert info.raw_bytes == sum(lengths) * spec.bytes_per_token
+        reader = SegmentReader(store, spec)
         for (_, start), sample, length in zip(info.placements, samples, lengths, strict=True):
             assert start % 256 == 0
-            hidden, ids, mask = read_sample(store, spec, info.segment_id, start, length)
+            hidden, ids, mask = reader.sample(info.segment_id, start, length)
             assert np.array_equal(raw(hidden), raw(np.stack(sample.hidden)))
             assert np.array_equal(ids, sample.input_ids)
             assert np.array_equal(mask, sample.loss_mask)
             a = data.draw(st.integers(0, length))
             b = data.draw(st.integers(a, length))
-            part, ids, _ = read_sample(
-                store, spec, info.segment_id, start, length, ["final", "0"], slice(a, b)
+            part, ids, _ = reader.sample(
+                info.segment_id, start, length, ["final", "0"], slice(a, b)
             )
             assert np.array_equal(raw(part), raw(np.stack(sample.hidden)[[2, 0], a:b]))
             assert np.array_equal(ids, sample.input_ids[a:b])
@@ -121,74 +63,63 @@ def test_reads_into_strided_buffer(tmp_path: Path) -> None:
     spec = spec_of("bfloat16", "standard")
     store, info, samples = make_segment(tmp_path, spec, [700, 300])
     wide = np.zeros((700, 2 * HIDDEN), np.int16)
-    out = wide.reshape(700, 2, HIDDEN).transpose(1, 0, 2)
-    read_rows(store, spec, info.segment_id, 0, 700, ["0", "4"], out=out)
+    out = [wide[:, :HIDDEN], wide[:, HIDDEN:]]
+    reader = SegmentReader(store, spec)
+    reader.rows_into(out, info.segment_id, 0, 700, ["0", "4"])
     expected = np.concatenate(samples[0].hidden[:2], axis=1)
     assert np.array_equal(wide.view(np.uint16), expected)
-    with pytest.raises(InvalidInput, match="expected 2-byte values"):
-        read_rows(store, spec, info.segment_id, 0, 700, ["0"], out=out)
+    with pytest.raises(InvalidInput, match="expected 1 arrays of 2-byte values"):
+        reader.rows_into(out, info.segment_id, 0, 700, ["0"])
 
 
-@pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
-def test_zarr_python_reads_it(tmp_path: Path, dtype: str, codec: str) -> None:
-    spec = spec_of(dtype, codec)
-    lengths = [300, 700, 5]
-    _, info, samples = make_segment(tmp_path, spec, lengths)
-    group = zarr.open_group(tmp_path / "segments" / info.segment_id, mode="r")
-    if dtype == "bfloat16":
-        assert isinstance(group["hidden_states"].metadata.data_type, hslake.zarr_dtype.BFloat16)
-    assert group["hidden_states"].shape == (3, info.tokens, HIDDEN)
-    for (_, start), sample, n in zip(info.placements, samples, lengths, strict=True):
-        hidden = group["hidden_states"][:, start : start + n]
-        assert np.array_equal(raw(hidden), raw(np.stack(sample.hidden)))
-        assert np.array_equal(group["input_ids"][start : start + n], sample.input_ids)
-        assert np.array_equal(group["loss_mask"][start : start + n], sample.loss_mask)
+class CountingStore(Store):
+    """Remembers what was read: (path, "index" or "data")."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reads: list[tuple[str, str]] = []
+
+    def read_range(self, path: str, *args: int, suffix: int | None = None) -> memoryview:
+        self.reads.append((path, "index" if suffix else "data"))
+        return super().read_range(path, *args, suffix=suffix)
 
 
-_TENSORSTORE = """
-import sys
-sys.modules["hslake"] = None  # any import of it fails
-import numpy as np, tensorstore as ts
-folder, out = sys.argv[1:]
-arrays = {n: ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/{n}"}},
-                     open=True).result().read().result()
-          for n in ("hidden_states", "input_ids", "loss_mask")}
-h = arrays["hidden_states"]
-arrays["hidden_states"] = np.ascontiguousarray(h).view(f"u{h.dtype.itemsize}")
-np.savez(out, **arrays)
-"""
+def test_each_index_is_read_once(tmp_path: Path) -> None:
+    spec = spec_of("bfloat16", "standard")
+    _, info, samples = make_segment(tmp_path, spec, [300, 200, 100, 500])
+    store = CountingStore(str(tmp_path))
+    reader = SegmentReader(store, spec)
 
-_ZARRS = """
-import sys, numpy as np, zarr, zarrs, hslake.zarr_dtype
-folder, out = sys.argv[1:]
-zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline",
-                 "codec_pipeline.strict": True})
-group = zarr.open_group(folder, mode="r")
-pipeline = group["hidden_states"].async_array.codec_pipeline
-assert type(pipeline).__name__ == "ZarrsCodecPipeline", pipeline
-arrays = {n: group[n][:] for n in ("hidden_states", "input_ids", "loss_mask")}
-h = arrays["hidden_states"]
-arrays["hidden_states"] = np.ascontiguousarray(h).view(f"u{h.dtype.itemsize}")
-np.savez(out, **arrays)
-"""
+    def read(k: int) -> bool:
+        start = info.placements[k][1]
+        hidden, _, _ = reader.sample(info.segment_id, start, len(samples[k].input_ids))
+        return np.array_equal(hidden, np.stack(samples[k].hidden))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, [*range(4)] * 10))
+    found = Counter(store.reads)
+    indexes = {path: n for (path, kind), n in found.items() if kind == "index"}
+    # 1536 tokens: three shards of 512; two of 1024 for ids and as many for the mask.
+    assert len(indexes) == 3 + 2 * 2 and set(indexes.values()) == {1}
+    # One range for all streams of a sample in a shard, one for its ids, one for its mask.
+    assert sum(found.values()) - 7 == 10 * (4 + 4 + 4)
 
 
-@pytest.mark.parametrize("reader", ["tensorstore", "zarrs"])
-@pytest.mark.parametrize(("dtype", "codec"), [c for c in COMBINATIONS if c[1] != "bf16plane"])
-def test_other_readers(tmp_path: Path, reader: str, dtype: str, codec: str) -> None:
-    spec = spec_of(dtype, codec)
-    lengths = [300, 700, 5]
-    _, info, samples = make_segment(tmp_path, spec, lengths)
-    script = _TENSORSTORE if reader == "tensorstore" else _ZARRS
-    out = tmp_path / "out.npz"
-    folder = tmp_path / "segments" / info.segment_id
-    subprocess.run([sys.executable, "-c", script, str(folder), str(out)], check=True, cwd=tmp_path)
-    found = np.load(out)
-    for (_, start), sample, n in zip(info.placements, samples, lengths, strict=True):
-        part = found["hidden_states"][:, start : start + n]
-        assert np.array_equal(raw(part), raw(np.stack(sample.hidden)))
-        assert np.array_equal(found["input_ids"][start : start + n], sample.input_ids)
-        assert np.array_equal(found["loss_mask"][start : start + n], sample.loss_mask)
+def test_indexes_are_forgotten_and_failures_not_remembered(tmp_path: Path) -> None:
+    spec = spec_of("bfloat16", "standard")
+    _, info, _ = make_segment(tmp_path, spec, [512, 512])
+    store = CountingStore(str(tmp_path))
+    small = SegmentReader(store, spec, index_bytes=hidden_grid(spec).index_bytes)
+    for start in (0, 512, 512, 0):
+        small.rows(info.segment_id, start, 512)
+    assert [path[-3] for path, kind in store.reads if kind == "index"] == ["0", "1", "0"]
+    path = tmp_path / segment_prefix(info.segment_id) / hidden_grid(spec).key(1)
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(Corrupt, match="cut short"):
+        small.rows(info.segment_id, 512, 512)
+    path.write_bytes(whole)
+    small.rows(info.segment_id, 512, 512)
 
 
 @pytest.mark.parametrize(("dtype", "codec"), COMBINATIONS)
@@ -214,10 +145,10 @@ def test_damage_costs_one_sample(tmp_path: Path) -> None:
     path = segment_prefix(info.segment_id) + hidden_grid(spec).key(0)
     flip(store, path, 100)
     with pytest.raises(Corrupt) as e:
-        read_rows(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 200)
     for word in (info.segment_id, "hidden_states/c/0/0/0", "chunk 0"):
         assert word in str(e.value)
-    read_rows(store, spec, info.segment_id, 256, 200)
+    SegmentReader(store, spec).rows(info.segment_id, 256, 200)
 
 
 @pytest.mark.parametrize("position", [-1, -5, -60])
@@ -227,9 +158,9 @@ def test_damaged_index(tmp_path: Path, position: int) -> None:
     flip(store, segment_prefix(info.segment_id) + hidden_grid(spec).key(0), position)
     flip(store, segment_prefix(info.segment_id) + token_grid(spec, "loss_mask").key(0), position)
     with pytest.raises(Corrupt, match="shard index"):
-        read_rows(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 200)
     with pytest.raises(Corrupt, match="loss_mask"):
-        read_tokens(store, spec, info.segment_id, 0, 200)
+        SegmentReader(store, spec).tokens(info.segment_id, 0, 200)
 
 
 def test_lost_data_is_never_zeros(tmp_path: Path) -> None:
@@ -237,16 +168,16 @@ def test_lost_data_is_never_zeros(tmp_path: Path) -> None:
     store, info, _ = make_segment(tmp_path, spec, [600])
     path = segment_prefix(info.segment_id) + hidden_grid(spec).key(1)
     with pytest.raises(Corrupt, match="absent"):  # chunk 3 was never written
-        read_rows(store, spec, info.segment_id, 0, 1000)
+        SegmentReader(store, spec).rows(info.segment_id, 0, 1000)
     whole = store.read(path)
     for data in (b"", whole[:10], whole[:-1], whole[40:]):
         store.put(path, data)
         with pytest.raises(Corrupt, match="hidden_states/c/0/1/0"):
-            read_rows(store, spec, info.segment_id, 0, 600)
+            SegmentReader(store, spec).rows(info.segment_id, 0, 600)
     (tmp_path / path).unlink()
     with pytest.raises(Corrupt, match=r"missing.*chunk 2"):
-        read_rows(store, spec, info.segment_id, 0, 600)
-    read_rows(store, spec, info.segment_id, 0, 600, rows=slice(0, 512))
+        SegmentReader(store, spec).rows(info.segment_id, 0, 600)
+    SegmentReader(store, spec).rows(info.segment_id, 0, 600, rows=slice(0, 512))
 
 
 def test_wrong_checksum_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def spec() -> LakeSpec:
     return make_spec(model, ("2", "4", "final"))
 
 
-def writer(root: Path, s: LakeSpec, tokens: int = 64, parts: int = 2) -> StagingWriter:
+def writer(root: Path, s: LakeSpec, tokens: int = 64, parts: int = 2, **more: Any) -> StagingWriter:
     return StagingWriter(
         root,
         s,
@@ -35,6 +36,7 @@ def writer(root: Path, s: LakeSpec, tokens: int = 64, parts: int = 2) -> Staging
         max_parts=parts,
         fingerprint={"config": "ab" * 32, "weights": None},
         engine={"engine": "test", "engine_version": "1", "hook_version": "1"},
+        **more,
     )
 
 
@@ -117,6 +119,125 @@ def test_full_staging_refuses_then_recycles_done_parts(tmp_path):
     assert np.array_equal(np.stack(read_rows(info, info.reserved[0])[0]), want)
 
 
+def test_a_refusal_seals_the_part_once_nothing_arrives_in_it(tmp_path):
+    w = writer(tmp_path, spec(), tokens=16, parts=1)
+    put(w, "a", 10, 1)
+    arriving = w.begin(RequestId(w.spec.lake8, "attempt1", 2, "A1", "x"))
+    with pytest.raises(NoSpace):
+        put(w, "b", 8, 2)
+    part = w.folder / "part-000001"
+    assert not read_part(part).sealed and w.free_rows() == 4  # left to shorter samples
+    w.wrote(arriving, 0, 2, [0] * 3, [RowStats()] * 3)
+    w.tick()
+    assert read_part(part).sealed and w.free_rows() == 0
+    (part / "DONE").touch()
+    put(w, "b", 8, 2)  # recycled where it is needed, without a tick
+    assert w.free_rows() == 8
+
+
+def test_no_sample_is_put_into_a_part_that_is_being_sealed(tmp_path):
+    now = 1000.0
+    w = writer(tmp_path, spec(), tokens=16, parts=2, clock=lambda: now)
+    put(w, "a", 4, 1)
+    now = 2000.0  # idle, and a compactor was here
+    os.utime(w.folder / "compact.lock", (now, now))
+    put(w, "b", 4, 2)
+    arriving = w.begin(RequestId(w.spec.lake8, "attempt1", 4, "A1", "x"))
+    put(w, "c", 16, 3)  # passes over the first part
+    w.wrote(arriving, 0, 4, [0] * 3, [RowStats()] * 3)
+    put(w, "d", 4, 4)  # which still takes what fits until the next tick
+    assert not read_part(w.folder / "part-000001").sealed
+    w.tick()
+    info = read_part(w.folder / "part-000001")
+    assert info.sealed and [r.sample_id for r in info.reserved] == ["a", "b", "x", "d"]
+
+
+def test_a_refusal_for_want_of_memory_seals_too(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec(), tokens=16, parts=4)
+    put(w, "a", 10, 1)
+
+    def no_room(folder, size):
+        raise NoSpace("the filesystem has 0 bytes left")
+
+    monkeypatch.setattr("hslake.staging.part.check_room", no_room)
+    with pytest.raises(NoSpace, match="8 rows asked, the filesystem has 0 bytes left"):
+        put(w, "b", 8, 2)
+    assert read_part(w.folder / "part-000001").sealed
+
+
+def test_parts_recycled_together_stay_open_until_they_are_full(tmp_path):
+    w = writer(tmp_path, spec(), tokens=16, parts=2)
+    put(w, "a", 16, 1)
+    put(w, "b", 16, 2)
+    with pytest.raises(NoSpace):
+        put(w, "c", 1, 3)
+    for part in scan(tmp_path)[0].parts:
+        (part / "DONE").touch()
+    for _ in range(3):
+        w.tick()
+        assert w.free_rows() == 32
+    put(w, "c", 4, 3)
+    w.tick()
+    assert w.free_rows() == 28
+
+
+def test_an_idle_part_is_sealed_only_when_a_compactor_is_there(tmp_path):
+    now = 1000.0
+    w = writer(tmp_path, spec(), tokens=16, parts=2, clock=lambda: now, idle_s=5.0)
+    lock = w.folder / "compact.lock"
+    os.utime(lock, (now, now))
+    part = w.folder / "part-000001"
+    put(w, "a", 4, 1)
+    now = 1100.0
+    put(w, "b", 4, 2)
+    now = 1110.0
+    w.tick()
+    assert not read_part(part).sealed  # nobody would empty it: keep it for what comes
+    os.utime(lock, (1104.0, 1104.0))
+    now = 1104.0
+    w.tick()
+    assert not read_part(part).sealed
+    arriving = w.begin(RequestId(w.spec.lake8, "attempt1", 2, "A1", "x"))
+    now = 1120.0
+    os.utime(lock, (now, now))
+    w.tick()
+    assert not read_part(part).sealed
+    w.abandon(arriving, "gone")
+    now = 1130.0
+    os.utime(lock, (now, now))
+    w.tick()
+    assert read_part(part).sealed and w.free_rows() == 16
+
+
+def test_incarnations_are_forgotten_with_their_part(tmp_path):
+    w = writer(tmp_path, spec(), tokens=16, parts=2)
+    rid = RequestId(w.spec.lake8, "attempt1", 16, "A1", "x")
+    w.begin(rid)
+    assert w.begin(rid).incarnation == 1  # in the second part: the first still tells of it
+    first = w.folder / "part-000001"
+    w.tick()
+    (first / "DONE").touch()
+    assert w.begin(rid).incarnation == 2
+    (w.folder / "part-000002" / "DONE").touch()
+    w.tick()
+    assert sum(len(p.incarnations) for p in w._parts) == 1  # one attempt, one part
+
+
+def test_a_writer_that_stopped_capturing_leaves_nothing_open(tmp_path):
+    w = writer(tmp_path, spec())
+    put(w, "a", 5, 1)
+    w.begin(RequestId(w.spec.lake8, "attempt1", 2, "A1", "x"))
+    w.set_health(False, "it broke")
+    found = read_status(tmp_path)["writers"][0]
+    assert found["alive"] and not found["armed"] and found["error"] == "it broke"
+    assert [p["state"] for p in found["parts"]] == ["sealed"]
+    assert found["events"][1]["reason"] == "the capture stopped"
+    assert [r.state for r in read_part(scan(tmp_path)[0].parts[0]).reserved] == [
+        "complete",
+        "abandoned",
+    ]
+
+
 def test_too_long_and_foreign_are_refused(tmp_path):
     w = writer(tmp_path, spec(), tokens=16)
     with pytest.raises(InvalidInput, match="part-tokens"):
@@ -128,6 +249,7 @@ def test_too_long_and_foreign_are_refused(tmp_path):
 def test_status_pages_events_from_the_cursor(tmp_path):
     w = writer(tmp_path, spec())
     put(w, "a", 3, 1)
+    w.tick()
     first = read_status(tmp_path)["writers"][0]
     assert first["cursor"] == 1 and first["samples_captured"] == 1
     w.drop(RequestId(w.spec.lake8, "attempt2", 3, "A1", "b"), "no space")
@@ -139,7 +261,14 @@ def test_any_flipped_bit_in_a_journal_is_noticed(tmp_path):
     path = tmp_path / "events"
     f = FrameWriter(path, "events")
     rows = [
-        {"seq": i, "attempt": "a", "sample_id": "s", "state": "captured", "reason": None}
+        {
+            "seq": i,
+            "attempt": "a",
+            "sample_id": "s",
+            "state": "captured",
+            "reason": None,
+            "part": "part-000001",
+        }
         for i in range(1, 4)
     ]
     for row in rows:
@@ -160,6 +289,27 @@ def test_any_flipped_bit_in_a_journal_is_noticed(tmp_path):
             assert got == rows
         except Corrupt:
             assert got == rows[: len(got)]
+
+
+def test_a_frame_cut_short_by_a_kill_never_was(tmp_path):
+    path = tmp_path / "events"
+    f = FrameWriter(path, "events")
+    row = {"attempt": "a", "sample_id": "s", "state": "dropped", "reason": None, "part": None}
+    starts = []
+    for seq in range(1, 4):
+        starts.append(f._at)
+        f.append({"seq": seq, **row})
+    f.close()
+    data = bytearray(path.read_bytes())
+    data[starts[2] : starts[2] + 4] = bytes(4)  # the magic is written last
+    path.write_bytes(data)
+    assert [r["seq"] for r in read_frames(path, "events")] == [1, 2]
+    data[starts[1] : starts[1] + 4] = bytes(4)  # no kill leaves a hole with more behind it
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match="bytes follow"):
+        list(read_frames(path, "events"))
+    # While its writer lives, the reader may just have looked between two writes.
+    assert [r["seq"] for r in read_frames(path, "events", final=False)] == [1]
 
 
 def test_a_killed_writer_frees_its_lock(tmp_path):

@@ -1,0 +1,42 @@
+"""Whose staging is it? One model's states must never reach another model's lake."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hslake.errors import Corrupt, InvalidInput
+from hslake.spec import LakeSpec, check_fingerprint
+from hslake.staging.part import DONE
+from hslake.staging.reader import part_attributes, scan
+
+
+def check_part(path: Path, attributes: dict[str, Any], spec: LakeSpec) -> None:
+    """Raise InvalidInput unless the part at `path` was written for this lake and model."""
+    expected: dict[str, Any] = {
+        "lake_id": spec.lake_id,
+        "streams": list(spec.streams),
+        "dtype": spec.dtype,
+        "hidden_size": spec.hidden_size,
+    }
+    for name, want in expected.items():
+        if attributes[name] != want:
+            raise InvalidInput(
+                f"staging part {path}: {name} is {attributes[name]!r}, the lake's is {want!r}: "
+                "it belongs to another lake; compact that one, or name another --staging"
+            )
+    check_fingerprint(spec.model.fingerprint, attributes["fingerprint"], f"staging part {path}")
+
+
+def check_roots(roots: Iterable[str | Path], spec: LakeSpec) -> None:
+    """Raise Missing for a staging folder that is not there, InvalidInput when one holds parts that
+    wait for another lake or model."""
+    for root in roots:
+        for writer in scan(Path(root)):
+            for path in writer.parts:
+                if (path / DONE).exists():
+                    continue
+                try:
+                    attributes = part_attributes(path)
+                except Corrupt:
+                    continue  # recycled meanwhile, or damaged: the compactor reports that
+                check_part(path, attributes, spec)
