@@ -6,13 +6,14 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import aiohttp
 
 from hslake.errors import Conflict, InvalidInput, Missing
 from hslake.ids import RequestId
+from hslake.schemas import validate
 
 STATUS_PATH = "/hslake/status"
 EVENTS_A_CALL = 5000  # at most so many events come with one status
@@ -141,61 +142,44 @@ class ServerStatus:
 
 def parse_status(document: Any, where: str) -> ServerStatus:
     """Check and take in a status document. Raises ServerDown naming `where` when it is not one."""
-    try:
-        if document["format"] != 1:
-            raise ServerDown(
-                f"{where}: status format {document['format']!r}, this hslake reads format 1: "
-                "use the same hslake here and in the server's environment"
-            )
-        writers = tuple(_writer(w) for w in document["writers"])
-        return ServerStatus(
-            armed=bool(document["armed"]),
-            error=document.get("error"),
-            lake_id=document.get("lake_id"),
-            hook_version=document.get("hook_version"),
-            engine=dict(document.get("engine") or {}),
-            writers=writers,
-            raw=document,
-        )
-    except (KeyError, TypeError, ValueError) as error:
+    found = document.get("format") if isinstance(document, dict) else None
+    if isinstance(found, int) and found > 1:
         raise ServerDown(
-            f"{where}: found {str(document)[:_BODY_SHOWN]!r}, expected hslake's status "
-            f"({type(error).__name__}: {error}): is something else listening there?"
+            f"{where}: status format {found}, this hslake reads format 1: use the same hslake here "
+            "and in the server's environment"
+        )
+    try:
+        validate(document, "status", where)
+    except InvalidInput as error:
+        raise ServerDown(
+            f"{error}; found {str(document)[:_BODY_SHOWN]!r}: is something else listening there?"
         ) from error
+    return ServerStatus(
+        armed=document["armed"],
+        error=document["error"],
+        lake_id=document["lake_id"],
+        hook_version=document["hook_version"],
+        engine=document["engine"],
+        writers=tuple(_writer(w) for w in document["writers"]),
+        raw=document,
+    )
 
 
 def _writer(w: Mapping[str, Any]) -> WriterStatus:
-    return WriterStatus(
-        writer=str(w["writer"]),
-        alive=bool(w["alive"]),
-        armed=bool(w["armed"]),
-        error=w.get("error"),
-        free_rows=int(w["free_rows"]),
-        capacity_rows=int(w["capacity_rows"]),
-        largest_reservation=int(w["largest_reservation"]),
-        parts=tuple(
-            Part(str(p["name"]), int(p["rows"]), int(p["reserved"]), str(p["state"]))
-            for p in w.get("parts", ())
-        ),
-        cursor=int(w["cursor"]),
-        last_seq=int(w.get("last_seq", -1)),
-        events=tuple(
-            Event(
-                int(e["seq"]),
-                str(e["attempt"]),
-                str(e["sample_id"]),
-                str(e["state"]),
-                str(e.get("reason") or ""),
-                str(e.get("part") or ""),
-            )
-            for e in w["events"]
-        ),
-        tokens_captured=int(w.get("tokens_captured", 0)),
-        bytes_captured=int(w.get("bytes_captured", 0)),
-        samples_captured=int(w.get("samples_captured", 0)),
-        dropped=int(w.get("dropped", 0)),
-        updated_at=float(w.get("updated_at") or 0.0),
+    names = [f.name for f in fields(WriterStatus) if f.name not in ("parts", "events")]
+    parts = (Part(p["name"], p["rows"], p["reserved"], p["state"]) for p in w["parts"])
+    events = (
+        Event(
+            e["seq"],
+            e["attempt"],
+            e["sample_id"],
+            e["state"],
+            e.get("reason") or "",
+            e.get("part") or "",
+        )
+        for e in w["events"]
     )
+    return WriterStatus(**{n: w[n] for n in names}, parts=tuple(parts), events=tuple(events))
 
 
 def check_url(url: str) -> str:

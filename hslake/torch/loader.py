@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, Missing
+from hslake.schemas import validate
 from hslake.torch.collate import (
     Batch,
     Shape,
@@ -47,7 +48,6 @@ from hslake.torch.order import (
 ON_ERROR = ("raise", "skip", "substitute")
 OVERSIZE = ("raise", "own_batch")
 SUBSTITUTES_TRIED = 16
-_STATE = {"version": int, "plan_digest": str, "seed": int, "epoch": int, "consumed": int}
 
 log = logging.getLogger(__name__)
 
@@ -214,13 +214,10 @@ class HiddenStateLoader:
         InvalidInput: not a state, or of another seed. Conflict: of another version or plan, so that
         going on would replay or skip samples.
         """
-        for name, kind in _STATE.items():
-            value = state.get(name) if isinstance(state, dict) else state
-            if type(value) is not kind:
-                raise InvalidInput(
-                    f"loader state: {name!r} is {value!r}, expected {kind.__name__}: "
-                    "pass what state_dict() returned"
-                )
+        try:
+            validate(state, "loader_state", "loader state")
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}: pass what state_dict() returned") from None
         if state["seed"] != self.seed:
             raise InvalidInput(
                 f"loader state: seed {state['seed']}, but this loader has seed {self.seed}: make "
