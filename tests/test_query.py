@@ -1,5 +1,6 @@
 """Views and named queries over hand-made manifests, and what the connection refuses."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -298,6 +299,14 @@ def test_parameters() -> None:
         query.resolve("gaps", {"limit": "many"})
     with pytest.raises(InvalidInput, match="did you mean 'coverage'"):
         query.resolve("covrage", {})
+
+
+def test_examples_of_the_documentation_run(con: duckdb.DuckDBPyConnection) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "sql.md").read_text("utf-8")
+    found = [b for b in re.findall(r"```sql\n(.*?)```", text, re.S) if not b.startswith("--")]
+    assert len(found) > 5
+    for sql in found:
+        query.execute(con, sql)
 
 
 def test_headers() -> None:
