@@ -245,10 +245,22 @@ def test_a_dead_server_is_set_aside_and_comes_back(world: World) -> None:
 
 
 def test_the_other_server_takes_over(world: World) -> None:
-    with world.serve(part_tokens=8192, delay=0.03) as a, world.serve(part_tokens=8192) as b:
-        killer = threading.Thread(
-            target=lambda: (wait_until(lambda: len(a.requests) >= 4), a.die())
-        )
+    dead = threading.Event()
+
+    def kill() -> None:
+        wait_until(lambda: len(a.requests) >= 4)
+        a.die()
+        dead.set()
+
+    def after_the_death(rid: RequestId, nth: int) -> str:
+        assert dead.wait(20)  # or b might do all the work before a gets any
+        return "ok"
+
+    with (
+        world.serve(part_tokens=8192, delay=0.03) as a,
+        world.serve(part_tokens=8192, script=after_the_death) as b,
+    ):
+        killer = threading.Thread(target=kill)
         killer.start()
         report = world.extract(a, b)
         killer.join()
