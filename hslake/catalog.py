@@ -24,7 +24,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, reason
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, sync_dir, sync_file
 
@@ -38,6 +38,10 @@ _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
+_MEND = (
+    "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
+    "committed: remove it, and what it held is captured again)"
+)
 _READERS = 8
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
@@ -188,13 +192,11 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             if version > last:
                 raise Missing(f"{url} has no version {version}: it has 0 to {last}") from None
             raise Missing(f"version {version} of {url} cannot be loaded: {reason(e)}") from e
-        raise Corrupt(
-            f"{url}: the table's log cannot be read: {reason(e)}; see `hslake repair`"
-        ) from e
+        raise Corrupt(f"{url}: the table's log cannot be read: {reason(e)}; {_MEND}") from e
     if version is None and newest is not None and table.version() < newest:
         raise Corrupt(
             f"{url}: the log goes to version {newest}, only {table.version()} loads: "
-            "an entry is missing; see `hslake repair`"
+            f"an entry is missing; {_MEND}"
         )
     protocol = table.protocol()
     found = (protocol.min_reader_version, protocol.min_writer_version)
@@ -218,7 +220,7 @@ def _check_log(store: Store, name: str) -> int | None:
     entries = sorted(p for p in log.iterdir() if _ENTRY.fullmatch(p.name))
     for path in entries:
         if path.stat().st_size == 0:
-            raise Corrupt(f"{path} is empty: a commit was torn; see `hslake repair`")
+            raise Corrupt(f"{path} is empty: a commit was torn; {_MEND}")
     if not entries:
         return None
     last = entries[-1]
@@ -227,11 +229,9 @@ def _check_log(store: Store, name: str) -> int | None:
         kinds = {k for a in actions for k in a}
         operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
     except (ValueError, TypeError, KeyError) as e:
-        raise Corrupt(
-            f"{last} is torn ({e}): expected one JSON action a line; see `hslake repair`"
-        ) from None
+        raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; {_MEND}") from None
     if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
-        raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; see `hslake repair`")
+        raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; {_MEND}")
     return int(last.stem)
 
 
@@ -244,7 +244,7 @@ def commit(
     commit_version (and, if it likes, without committed_at), None when there is nothing to do (the
     version it saw is returned), or raises to abort. `txn_id` names the content: a transaction that
     is in the table already is not repeated, its version is returned. Raises Conflict when
-    other writers were always faster, and the store's error when it keeps failing.
+    other writers were always faster, Unavailable when the store keeps failing.
     """
     conflicts = failures = 0
     while True:
@@ -275,7 +275,10 @@ def commit(
                 else:
                     failures += 1
                 if failures >= _MAX_FAILURES:
-                    raise
+                    raise Unavailable(
+                        f"{store.url(name)}: the commit failed {failures} times, nothing was "
+                        f"committed: {reason(error)}; look at the store and run it again"
+                    ) from error
                 if conflicts >= _MAX_CONFLICTS:
                     raise Conflict(
                         f"{store.url(name)}: {conflicts} commits in a row lost to other writers: "

@@ -120,7 +120,8 @@ def _jsonl(file: IO[bytes], url: str) -> Iterator[tuple[int, Mapping[str, Any]]]
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            values = json.loads(text, object_pairs_hook=_unique)
             if not isinstance(values, dict):
                 raise InvalidInput(
                     f"{url}: row {number}: found {_short(values)}, expected a JSON object"
@@ -130,6 +131,15 @@ def _jsonl(file: IO[bytes], url: str) -> Iterator[tuple[int, Mapping[str, Any]]]
         raise InvalidInput(f"{url}: row {number}: not a line of JSON: {error}") from error
     except (EOFError, OSError) as error:
         raise InvalidInput(f"{url}: cannot be read after row {number}: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key given twice, Python would silently keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(k for i, (k, _) in enumerate(pairs) if k in (other for other, _ in pairs[:i]))
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def _parquet(file: IO[bytes]) -> Iterator[pa.RecordBatch]:

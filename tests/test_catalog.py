@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from hslake import catalog
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.store import Store, open_store
 
 SAMPLES = 8
@@ -153,7 +153,7 @@ def test_failure_is_retried_then_raised(store: Store, monkeypatch: pytest.Monkey
         raise OSError("no route to host")
 
     monkeypatch.setattr(catalog, "_append", fails)
-    with pytest.raises(OSError, match="no route"):
+    with pytest.raises(Unavailable, match=r"manifest: .*nothing was committed: .*no route"):
         catalog.commit(store, "manifest", lambda _: rows("b"), "t2")
     assert ids(catalog.open_table(store, "manifest")) == ["a"]
 

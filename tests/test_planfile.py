@@ -124,7 +124,16 @@ def test_row_number_of_a_later_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", "3", '{"input_ids": [NaN]}', "\xff", '{"input_ids": [' + "9" * 6000 + "]}"]
+    "line",
+    [
+        "{",
+        "[1]",
+        "3",
+        '{"input_ids": [NaN]}',
+        "\xff",
+        '{"input_ids": [' + "9" * 6000 + "]}",
+        '{"input_ids": [1], "input_ids": [2]}',
+    ],
 )
 def test_bad_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "x.jsonl"

@@ -1,5 +1,6 @@
 """`hslake query`."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -86,9 +87,23 @@ def query(
         sys.stdout.flush()
         _write(rows, chosen, None)
         return
-    with output.open("wb") as file:
-        _write(rows, chosen, file)
+    if output.exists() and not output.is_file():  # a pipe or a terminal; a directory is refused
+        with output.open("wb") as file:
+            _write(rows, chosen, file)
+    else:
+        _write_whole(rows, chosen, output)
     note(f"{rows.num_rows} rows written to {output}")
+
+
+def _write_whole(rows: "pa.Table", format: Format, output: Path) -> None:
+    """Whole or not at all, also on a full disk."""
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            _write(rows, format, file)
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _list(format: Format) -> None:

@@ -259,6 +259,21 @@ def test_query_formats(planned: str, tmp_path: Path) -> None:
     assert call("query", planned, "select 1 where false", "--json").stdout == "[]\n"
 
 
+def test_output_is_whole_or_as_it_was(
+    planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "plan.csv"
+    out.write_text("before")
+    monkeypatch.setattr("hslake.cli.query._write", full)
+    done = call("query", planned, "select 1", "-f", "csv", "--output", out)
+    assert done.exit_code == 2 and "No space left" in done.output
+    assert [p.name for p in tmp_path.glob("*plan.csv*")] == ["plan.csv"]
+    assert out.read_text() == "before"
+
+
 def test_named_queries_and_parameters(planned: str) -> None:
     listed = json.loads(call("query", "--list", "--json").stdout)
     assert {"coverage", "gaps", "epoch"} <= {q["name"] for q in listed}
