@@ -16,16 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from hslake import catalog, manifest, query
-from hslake.checksum import sample_checksum
+from hslake import catalog, manifest
 from hslake.errors import Conflict, Corrupt, InvalidInput
-from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
+from hslake.picks import Pick, doubt, plan_rows, segment_sample
 from hslake.progress import Bar
-from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
+from hslake.segment.write import SegmentInfo, new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.locks import Lock, try_lock
@@ -34,7 +32,6 @@ from hslake.staging.reader import (
     WriterDir,
     part_attributes,
     read_part,
-    read_rows,
     read_writer,
     scan,
 )
@@ -103,12 +100,13 @@ def compact(
     as they come, samples would end in a segment and a commit each. Without it everything complete
     is taken. `stop` is asked between segments. A part of another lake or model, and one that does
     not read, is reported and left alone; the others go on. Raises Missing for a staging folder that
-    is not there (or no lake), before anything is written.
+    is not there (or no lake), before anything is written, Corrupt for a damaged plan.
     """
     report, roots = CompactReport(), [Path(r) for r in staging_roots]
+    sound: set[str] = set()
     while True:
         try:
-            _pass(lake_url, roots, watch, segment_tokens, progress, report, stop)
+            _pass(lake_url, roots, watch, segment_tokens, progress, sound, report, stop)
         except _Stopped:
             report.stopped = True
             return report
@@ -133,9 +131,11 @@ def _pass(
     watch: bool,
     segment_tokens: int | None,
     progress: Bar | None,
+    sound: set[str],
     report: CompactReport,
     stop: Callable[[], bool],
 ) -> None:
+    """`sound`: files of the plan that earlier passes checked."""
     spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
     held: list[Lock] = []
@@ -161,7 +161,7 @@ def _pass(
             sources += _sources(writer, writer.path in dead, watch, spec, report)
         # Opened after the journals were read: whatever they hold was planned before that.
         lake = open_lake(lake_url)
-        wanted = _choose(lake, sources, report, stop)
+        wanted = _choose(lake, sources, sound, report, stop)
         for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             if stop():
                 raise _Stopped
@@ -210,21 +210,18 @@ def _tell(messages: list[str], message: str) -> None:
         log.warning("%s", message)
 
 
-@dataclass(frozen=True)
-class _Pick:
-    part: PartInfo
-    row: Reserved
-    plan: dict[str, Any]
-
-
 def _choose(
-    lake: Lake, sources: list[_Source], report: CompactReport, stop: Callable[[], bool]
-) -> list[_Pick]:
+    lake: Lake,
+    sources: list[_Source],
+    sound: set[str],
+    report: CompactReport,
+    stop: Callable[[], bool],
+) -> list[Pick]:
     """Complete samples that are planned and not live, one attempt each; the rest is counted."""
     complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
     live = manifest.live_ids(lake.manifest_table()) if complete else set()
-    plan = _plan_rows(lake, {r.sample_id for _, r in complete} - live)
-    picks: dict[str, _Pick] = {}
+    plan = plan_rows(lake, {r.sample_id for _, r in complete} - live, sound)
+    picks: dict[str, Pick] = {}
     abandoned: Counter[str] = Counter(report.abandoned)
     for source, row in complete:
         if stop():
@@ -235,10 +232,14 @@ def _choose(
         elif row.sample_id not in plan:
             reason = "not in the plan"
         else:
-            pick = _Pick(source.info, row, plan[row.sample_id])
-            reason = _damage(pick, report)
-            if reason is None:
+            pick = Pick(source.info, row, plan[row.sample_id])
+            found = doubt(pick)
+            if found is None:
                 picks[row.sample_id] = pick
+            else:
+                reason = found.reason
+                if found.damage:
+                    _tell(report.damage, found.damage)
         # Counted once, when the part goes: a live writer's open part is read on every pass.
         if reason is not None and source.final:
             abandoned[reason] += 1
@@ -254,33 +255,8 @@ def _choose(
     return list(picks.values())
 
 
-def _damage(pick: _Pick, report: CompactReport) -> str | None:
-    """Why a staged sample must not be stored, or None: RAM and other processes err too."""
-    try:
-        hidden, ids = read_rows(pick.part, pick.row)
-    except (Corrupt, InvalidInput) as error:
-        _tell(report.damage, str(error))
-        return "rows do not read"
-    if pick.plan["length"] != pick.row.length or token_hash(ids) != pick.plan["token_hash"]:
-        return "tokens differ from the plan"
-    found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
-    return None if found == list(pick.row.checksum) else "checksum differs from the writer's"
-
-
-def _plan_rows(lake: Lake, ids: set[str]) -> dict[str, dict[str, Any]]:
-    if not ids:
-        return {}
-    found = query.execute(
-        lake.connect(),
-        "select sample_id, source, split, length, supervised_tokens, token_hash, loss_mask "
-        "from plan where sample_id in (select unnest($ids))",
-        {"ids": sorted(ids)},
-    )
-    return {row["sample_id"]: row for row in found.to_pylist()}
-
-
-def _batches(picks: list[_Pick], limit: int) -> Iterable[list[_Pick]]:
-    batch: list[_Pick] = []
+def _batches(picks: list[Pick], limit: int) -> Iterable[list[Pick]]:
+    batch: list[Pick] = []
     tokens = 0
     for pick in picks:
         if batch and tokens + pick.row.length > limit:
@@ -292,22 +268,10 @@ def _batches(picks: list[_Pick], limit: int) -> Iterable[list[_Pick]]:
         yield batch
 
 
-def _sample(pick: _Pick) -> SegmentSample:
-    hidden, ids = read_rows(pick.part, pick.row)
-    mask = np.asarray(pick.plan["loss_mask"], np.uint8)
-    return SegmentSample(
-        pick.row.sample_id,
-        [np.asarray(h) for h in hidden],
-        np.asarray(ids),
-        mask,
-        list(pick.row.checksum),
-    )
-
-
-def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Bar | None) -> None:
-    info = write_segment(lake.store, lake.spec, new_segment_id(), (_sample(p) for p in batch))
+def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None) -> None:
+    info = write_segment(lake.store, lake.spec, new_segment_id(), (segment_sample(p) for p in batch))
     starts = dict(info.placements)
-    added: list[_Pick] = []
+    added: list[Pick] = []
 
     def build(state: catalog.TableState) -> pa.Table | None:
         refuse_condemned(state, info.segment_id)
@@ -334,7 +298,7 @@ def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
         )
 
 
-def _row(pick: _Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
+def _row(pick: Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
     row, plan = pick.row, pick.plan
     engine = pick.part.attributes["engine"]
     return {

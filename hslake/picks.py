@@ -1,0 +1,105 @@
+"""Staged samples on their way into the lake: each beside its row of the plan, and what speaks
+against it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hslake import query
+from hslake.checksum import sample_checksum
+from hslake.errors import Corrupt, InvalidInput
+from hslake.ids import token_hash
+from hslake.lake import Lake
+from hslake.segment.write import SegmentSample
+from hslake.staging.part import PartInfo, Reserved
+from hslake.staging.reader import read_rows
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A complete sample in staging and its row of the plan."""
+
+    part: PartInfo
+    row: Reserved
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why a staged sample must not be stored. `damage`: what to tell, when something is broken."""
+
+    reason: str
+    damage: str | None = None
+
+
+def plan_rows(lake: Lake, ids: set[str], sound: set[str]) -> dict[str, dict[str, Any]]:
+    """Rows of the plan by sample id. `sound`: files of it that were checked; grows.
+
+    DuckDB checks no page checksums, and a loss mask has no other copy to be compared with: the
+    plan's files are checked before it reads them. Raises Corrupt.
+    """
+    if not ids:
+        return {}
+    lake.plan_table().check(sound)
+    found = query.execute(
+        lake.connect(),
+        "select sample_id, source, split, length, supervised_tokens, token_hash, loss_mask "
+        "from plan where sample_id in (select unnest($ids))",
+        {"ids": sorted(ids)},
+    )
+    return {row["sample_id"]: row for row in found.to_pylist()}
+
+
+def doubt(pick: Pick) -> Doubt | None:
+    """Why a staged sample must not be stored, or None: RAM and other processes err too."""
+    plan, row = pick.plan, pick.row
+    name = f"sample {row.sample_id!r} in {pick.part.path}"
+    if plan["length"] != row.length:  # the journal has a CRC: it was planned anew since
+        return Doubt("tokens differ from the plan")
+    if not mask_fits(plan["loss_mask"], plan["length"], plan["supervised_tokens"]):
+        return Doubt(
+            "loss mask damaged",
+            f"{name}: its loss mask in the plan does not have its {plan['length']} values with "
+            f"{plan['supervised_tokens']} ones: the plan is damaged, restore its files from a copy",
+        )
+    try:
+        hidden, ids = read_rows(pick.part, row)
+    except (Corrupt, InvalidInput) as error:
+        return Doubt("rows do not read", f"{name}: {error}")
+    if token_hash(ids) != plan["token_hash"]:
+        return Doubt(
+            "tokens differ from the plan",
+            f"{name}: its input_ids are not the plan's: staging is damaged, or the sample was "
+            "planned anew with other tokens; given up",
+        )
+    found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
+    if found != list(row.checksum):
+        return Doubt(
+            "checksum differs from the writer's",
+            f"{name}: its states differ from the checksum that its writer took: staging is "
+            "damaged; given up",
+        )
+    return None
+
+
+def mask_fits(mask: Any, length: int, supervised_tokens: int) -> bool:
+    """Whether a loss mask is one of `length` values, zeros but for `supervised_tokens` ones."""
+    values = np.asarray([] if mask is None else mask)
+    return (
+        len(values) == length
+        and bool(np.isin(values, (0, 1)).all())
+        and int(values.sum()) == supervised_tokens
+    )
+
+
+def segment_sample(pick: Pick) -> SegmentSample:
+    """The sample as a segment takes it."""
+    hidden, ids = read_rows(pick.part, pick.row)
+    return SegmentSample(
+        pick.row.sample_id,
+        [np.asarray(h) for h in hidden],
+        np.asarray(ids),
+        np.asarray(pick.plan["loss_mask"], np.uint8),
+        list(pick.row.checksum),
+    )
