@@ -1,8 +1,9 @@
 """Is what the manifest says exists really there, and intact?
 
-Levels: `manifest` looks at rows and object sizes; `checksum` hashes every stored object against the
-segment's inventory without decoding; `full` decodes every sample and recomputes its checksum and
-token hash.
+Levels: `manifest` looks at rows, also beside the plan's, and at object sizes; `checksum` hashes every
+stored object against the segment's inventory without decoding; `full` decodes every sample,
+recomputes its checksum and token hash, compares its loss mask with the plan's, and hashes the
+objects that hold no states.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hslake import catalog, manifest, query
+from hslake import catalog, manifest, rowcheck
 from hslake.checksum import sample_checksum
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
+from hslake.picks import mask_fits
 from hslake.progress import Bar
 from hslake.segment import inventory
+from hslake.segment.layout import HIDDEN
 from hslake.segment.read import SegmentReader
 
 LEVELS = ("manifest", "checksum", "full")
@@ -69,10 +72,17 @@ def verify(
     lake = open_lake(lake_url)
     for table in (lake.manifest_table(), lake.plan_table()):
         table.check()
-    rows = _rows(lake, sample, where)
-    report = VerifyReport(level, len(rows), sum(r["length"] for r in rows))
+    rows = rowcheck.read(lake, sample, where)
+    report = VerifyReport(level, len(rows), sum(r["length"] or 0 for r in rows))
     by_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
+        lacking = rowcheck.lacking(row, lake.spec.streams)
+        what = lacking or rowcheck.differing(row)
+        if what:
+            names = (row["sample_id"],) if row["sample_id"] and row["segment_id"] else ()
+            report.damage.append(Damage(row["segment_id"] or "without an id", what, names))
+        if lacking:
+            continue  # neither found nor compared without it
         by_segment.setdefault(row["segment_id"], []).append(row)
     report.segments = len(by_segment)
     reader = SegmentReader(lake.store, lake.spec)
@@ -84,23 +94,6 @@ def verify(
             lake, {(d.segment_id, s): d.what for d in report.damage for s in d.sample_ids}
         )
     return report
-
-
-def _rows(lake: Lake, sample: int | None, where: str | None) -> list[dict[str, Any]]:
-    columns = (
-        "sample_id, source, length, segment_id, token_start, token_hash, checksum, segment_tokens, "
-        "inventory_digest"
-    )
-    text = f"select {columns} from samples"
-    if where:
-        text += f" where ({where}\n)"  # a comment in it ends there
-    text += " order by md5(sample_id)" if sample else " order by segment_id, token_start"
-    if sample:
-        text += f" limit {int(sample)}"
-    try:
-        return query.execute(lake.connect(), text).to_pylist()
-    except InvalidInput as error:
-        raise InvalidInput(f"--where {where!r}: {error}" if where else str(error)) from error
 
 
 def _twice(rows: Sequence[dict[str, Any]]) -> list[Damage]:
@@ -125,7 +118,12 @@ def _segment(
     found = _overlaps(segment_id, members)
     try:
         objects = inventory.load(lake.store, segment_id, members[0]["inventory_digest"])
-        problems = inventory.check(lake.store, segment_id, objects, content=level == "checksum")
+        states = [o for o in objects if o.key.startswith(f"{HIDDEN}/c/")]
+        rest = [o for o in objects if o not in states]
+        problems = [
+            *inventory.check(lake.store, segment_id, states, content=level == "checksum"),
+            *inventory.check(lake.store, segment_id, rest, content=level != "manifest"),
+        ]
     except Corrupt as e:
         problems = [str(e)]
     if level != "full":
@@ -134,14 +132,18 @@ def _segment(
         if bar is not None:
             bar.advance(sum(m["length"] for m in members))
         return found
-    found += [Damage(segment_id, p, ()) for p in problems]
+    masks = rowcheck.plan_masks(lake, members)
+    damaged = []
     for row in members:
-        what = _sample(lake, reader, row)
+        what = _sample(lake, reader, row, masks.get(row["sample_id"]))
         if what:
-            found.append(Damage(segment_id, what, (row["sample_id"],)))
+            damaged.append(Damage(segment_id, what, (row["sample_id"],)))
         if bar is not None:
             bar.advance(row["length"])
-    return found
+    # Decoding says which samples an object costs: here it costs none.
+    whole = f"{len(members) - len(damaged)} of the {len(members)} samples of the segment read back"
+    found += [Damage(segment_id, f"{p}; {whole}", ()) for p in problems]
+    return found + damaged
 
 
 def _overlaps(segment_id: str, members: list[dict[str, Any]]) -> list[Damage]:
@@ -156,13 +158,20 @@ def _overlaps(segment_id: str, members: list[dict[str, Any]]) -> list[Damage]:
     return found
 
 
-def _sample(lake: Lake, reader: SegmentReader, row: dict[str, Any]) -> str | None:
+def _sample(
+    lake: Lake, reader: SegmentReader, row: dict[str, Any], planned: list[int] | None
+) -> str | None:
+    """What is wrong with a stored sample, or None. `planned`: its loss mask in the plan."""
     try:
-        hidden, ids, _ = reader.sample(row["segment_id"], row["token_start"], row["length"])
-    except (Corrupt, Missing) as e:
+        hidden, ids, mask = reader.sample(row["segment_id"], row["token_start"], row["length"])
+    except (Corrupt, Missing, InvalidInput) as e:  # the last: a row that leads nowhere
         return str(e)
     if token_hash(ids) != row["token_hash"]:
         return "stored input_ids differ from the manifest's token hash"
+    if not mask_fits(mask, row["length"], row["supervised_tokens"]):
+        return f"stored loss_mask differs: {row['supervised_tokens']} ones expected"
+    if planned is not None and mask.tolist() != planned:
+        return "stored loss_mask differs from the plan's"
     for stream, rows, want in zip(lake.spec.streams, hidden, row["checksum"], strict=True):
         if sample_checksum(np.ascontiguousarray(rows)) != want:
             return f"stream {stream} differs from the checksum taken at capture"

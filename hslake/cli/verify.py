@@ -73,7 +73,7 @@ def verify(
         )
         for found in report.damage[:_SHOWN]:
             names = ", ".join(found.sample_ids[:3]) + (", …" if len(found.sample_ids) > 3 else "")
-            print(f"  segment {found.segment_id}: {found.what} ({names})")
+            print(f"  segment {found.segment_id}: {found.what}" + (f" ({names})" if names else ""))
         if len(report.damage) > _SHOWN:
             print(f"  … {len(report.damage) - _SHOWN} more; --json lists all")
     if not report.ok:
