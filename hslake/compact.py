@@ -12,22 +12,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from hslake import catalog, manifest
-from hslake.errors import Conflict, Corrupt, InvalidInput
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.lake import Lake, open_lake
-from hslake.picks import Pick, doubt, plan_rows, segment_sample
+from hslake.picks import Pick, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
 from hslake.segment.write import SegmentInfo, new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.locks import Lock, try_lock
-from hslake.staging.part import DONE, JOURNAL, READ_LOCK, SEALED, PartInfo, Reserved
+from hslake.staging.part import (
+    DONE,
+    JOURNAL,
+    METADATA,
+    READ_LOCK,
+    SEALED,
+    PartInfo,
+    Reserved,
+    lost_journal,
+)
 from hslake.staging.reader import (
     WriterDir,
     part_attributes,
@@ -40,6 +47,7 @@ from hslake.staging.writer import COMPACT_LOCK, LOCK, remove_writer
 log = logging.getLogger("hslake.compact")
 
 DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
+_TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.1  # between looks at `stop` while waiting
 
 
@@ -69,6 +77,10 @@ class CompactReport:
     def passed(self) -> bool:
         """Nothing was damaged and nothing refused."""
         return not self.damage and not self.refused
+
+
+class Condemned(Conflict):
+    """A vacuum has condemned a segment that was about to be committed."""
 
 
 class _Stopped(Exception):
@@ -171,12 +183,23 @@ def _pass(
             if writer.path not in dead:
                 os.utime(writer.path / COMPACT_LOCK)  # tells the writer that a compactor is there
             elif all((p / DONE).exists() for p in writer.parts):
+                _tell_lost(writer, report)
                 remove_writer(writer.path)
     finally:
         for source in sources:
             source.lock.release()
         for lock in held:
             lock.release()
+
+
+def _tell_lost(writer: WriterDir, report: CompactReport) -> None:
+    for path in sorted(writer.path.glob("part-*")):
+        if lost_journal(path):
+            _tell(
+                report.damage,
+                f"{path / JOURNAL} is gone, and with it what the part held: removed; extract asks "
+                "for its samples again",
+            )
 
 
 def _sources(
@@ -269,7 +292,22 @@ def _batches(picks: list[Pick], limit: int) -> Iterable[list[Pick]]:
 
 
 def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None) -> None:
-    info = write_segment(lake.store, lake.spec, new_segment_id(), (segment_sample(p) for p in batch))
+    """Store a batch; again under a new id when a vacuum takes the unfinished segment away."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return _publish_once(lake, batch, report, progress)
+        except (Condemned, Missing) as error:  # condemned, or its objects are gone already
+            if not left:
+                raise
+            log.warning("%s; written again", error)
+
+
+def _publish_once(
+    lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None
+) -> None:
+    info = write_segment(
+        lake.store, lake.spec, new_segment_id(), (segment_sample(p) for p in batch)
+    )
     starts = dict(info.placements)
     added: list[Pick] = []
 
@@ -277,7 +315,7 @@ def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar
         refuse_condemned(state, info.segment_id)
         live = manifest.live_ids(state)
         added[:] = [p for p in batch if p.row.sample_id not in live]
-        return manifest.rows(_row(p, starts[p.row.sample_id], info) for p in added)
+        return manifest.rows(manifest_row(p, starts[p.row.sample_id], info) for p in added)
 
     report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
     report.segments += 1
@@ -290,47 +328,12 @@ def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar
 
 
 def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
-    """Raise Conflict when a vacuum took the segment for an orphan: it must be written again."""
+    """Raise Condemned when a vacuum took the segment for an orphan: it must be written again."""
     if segment_id in manifest.segments(state, "condemn"):
-        raise Conflict(
+        raise Condemned(
             f"segment {segment_id} was condemned by a vacuum before it was committed: run compact "
             "again, the samples are still in staging"
         )
-
-
-def _row(pick: Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
-    row, plan = pick.row, pick.plan
-    engine = pick.part.attributes["engine"]
-    return {
-        "op": "add",
-        "sample_id": row.sample_id,
-        "source": plan["source"],
-        "split": plan["split"],
-        "length": row.length,
-        "supervised_tokens": plan["supervised_tokens"],
-        "segment_id": info.segment_id,
-        "token_start": token_start,
-        "attempt": row.attempt,
-        "token_hash": plan["token_hash"],
-        "checksum": list(row.checksum),
-        "rms": list(row.rms),
-        "absmax": list(row.absmax),
-        "nonfinite": list(row.nonfinite),
-        "segment_tokens": info.tokens,
-        "segment_raw_bytes": info.raw_bytes,
-        "segment_stored_bytes": info.stored_bytes,
-        "inventory_digest": info.inventory_digest,
-        "engine": engine.get("engine"),
-        "engine_version": engine.get("engine_version"),
-        "hook_version": engine.get("hook_version"),
-        "chunk_size": int(engine.get("chunk_size") or 0),
-        "tp": int(engine.get("tp") or 1),
-        "dp_rank": int(engine.get("dp_rank") or 0),
-        "writer": pick.part.path.parent.name,
-        "captured_at": row.at,
-        "committed_at": datetime.now(UTC),
-        "reason": None,
-    }
 
 
 def _free(sources: list[_Source]) -> None:
@@ -346,6 +349,6 @@ def _free(sources: list[_Source]) -> None:
         if source.info.damage:
             aside = path.parent.parent / DAMAGED / f"{path.parent.name}.{path.name}"
             aside.mkdir(parents=True, exist_ok=True)
-            for name in (JOURNAL, "zarr.json"):
+            for name in (JOURNAL, METADATA):
                 shutil.copyfile(path / name, aside / name)
         (path / DONE).touch()

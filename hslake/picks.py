@@ -1,7 +1,8 @@
 """Staged samples on their way into the lake: each beside its row of the plan, and what speaks
-against it."""
+against it; then the row that commits it."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hslake.checksum import sample_checksum
 from hslake.errors import Corrupt, InvalidInput
 from hslake.ids import token_hash
 from hslake.lake import Lake
-from hslake.segment.write import SegmentSample
+from hslake.segment.write import SegmentInfo, SegmentSample
 from hslake.staging.part import PartInfo, Reserved
 from hslake.staging.reader import read_rows
 
@@ -103,3 +104,39 @@ def segment_sample(pick: Pick) -> SegmentSample:
         np.asarray(pick.plan["loss_mask"], np.uint8),
         list(pick.row.checksum),
     )
+
+
+def manifest_row(pick: Pick, token_start: int, info: SegmentInfo) -> dict[str, Any]:
+    """The row that commits the sample, stored from `token_start` of a segment."""
+    row, plan = pick.row, pick.plan
+    engine = pick.part.attributes["engine"]
+    return {
+        "op": "add",
+        "sample_id": row.sample_id,
+        "source": plan["source"],
+        "split": plan["split"],
+        "length": row.length,
+        "supervised_tokens": plan["supervised_tokens"],
+        "segment_id": info.segment_id,
+        "token_start": token_start,
+        "attempt": row.attempt,
+        "token_hash": plan["token_hash"],
+        "checksum": list(row.checksum),
+        "rms": list(row.rms),
+        "absmax": list(row.absmax),
+        "nonfinite": list(row.nonfinite),
+        "segment_tokens": info.tokens,
+        "segment_raw_bytes": info.raw_bytes,
+        "segment_stored_bytes": info.stored_bytes,
+        "inventory_digest": info.inventory_digest,
+        "engine": engine.get("engine"),
+        "engine_version": engine.get("engine_version"),
+        "hook_version": engine.get("hook_version"),
+        "chunk_size": int(engine.get("chunk_size") or 0),
+        "tp": int(engine.get("tp") or 1),
+        "dp_rank": int(engine.get("dp_rank") or 0),
+        "writer": pick.part.path.parent.name,
+        "captured_at": row.at,
+        "committed_at": datetime.now(UTC),
+        "reason": None,
+    }

@@ -1,5 +1,6 @@
 """Staging to lake: everything complete arrives once, nothing else ever does."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from hslake import catalog
 from hslake.checksum import RowStats
-from hslake.compact import compact
+from hslake.compact import Condemned, compact
 from hslake.errors import Missing
 from hslake.ids import RequestId, new_attempt
 from hslake.staging import StagingWriter, read_part, scan
@@ -178,6 +179,54 @@ def test_a_part_whose_metadata_or_rows_do_not_read_stops_nobody(tmp_path):
     check(made)
 
 
+def test_a_part_that_lost_its_journal_is_told(tmp_path):
+    made = make_lake(tmp_path, 2)
+    names = made.plan([10, 20])
+    for name in names:
+        made.stage([name])
+    part = scan(made.staging)[0].parts[0]
+    (lost,) = (r.sample_id for r in read_part(part).reserved)
+    (part / "journal").unlink()
+    report = compact(made.url, [made.staging])
+    assert report.samples == 1 and not report.passed
+    assert len(report.damage) == 1 and str(part / "journal") in report.damage[0]
+    made.stage([lost])
+    assert compact(made.url, [made.staging]).passed
+    check(made)
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_a_part_half_recycled_or_half_made_is_no_damage(tmp_path, monkeypatch, step):
+    made = make_lake(tmp_path, 1)
+    spec = made.lake.spec
+    writer = StagingWriter(
+        made.staging, spec, part_tokens=8, max_parts=1,
+        fingerprint=spec.model.fingerprint, engine={},
+    )  # fmt: skip
+    (name,) = made.plan([8])
+    made.put(writer, name)
+    writer.set_health(False, "sealed")
+    assert compact(made.url, [made.staging]).samples == 1
+    taken = iter(range(step))  # of the changes to the folder that a recycling makes
+
+    def until(whole):
+        def changed(*args, **more):
+            if next(taken, None) is None:
+                raise KeyboardInterrupt
+            return whole(*args, **more)
+
+        return changed
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for method in ("unlink", "rename", "touch", "write_text"):
+            patch.setattr(Path, method, until(getattr(Path, method)))
+        writer.tick()
+    writer._lock.release()
+    report = compact(made.url, [made.staging])
+    assert report.passed, report.damage
+    check(made)
+
+
 def test_stopped_between_segments_frees_nothing_that_is_not_committed(tmp_path):
     made = make_lake(tmp_path, 1)
     made.stage(made.plan([100] * 6))
@@ -316,6 +365,46 @@ def test_vacuum_removes_orphans_only(tmp_path):
     assert store.exists(f"segments/{orphan}/zarr.json")
     assert vacuum(made.url, timedelta(0)).segments == (orphan,)
     assert not store.exists(f"segments/{orphan}/zarr.json")
+    check(made)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_segment_that_a_vacuum_takes_away_is_written_again(tmp_path, monkeypatch, gone):
+    from datetime import timedelta
+
+    from hslake.segment.write import write_segment
+
+    made = make_lake(tmp_path, 2)
+    made.stage(made.plan([30, 40]))
+    taken: list[str] = []
+
+    def then_vacuum(store, spec, segment_id, samples):
+        info = write_segment(store, spec, segment_id, samples)
+        if len(taken) < 2:
+            time.sleep(0.002)  # older than 0 s
+            taken.extend(vacuum(made.url, timedelta(0)).segments)
+            if gone:
+                store.size(f"segments/{segment_id}/inventory.json")
+        return info
+
+    monkeypatch.setattr("hslake.compact.write_segment", then_vacuum)
+    report = compact(made.url, [made.staging])
+    assert len(taken) == 2 and report.samples == 2 and report.segments == 1
+    check(made)
+
+
+def test_a_vacuum_that_never_rests_is_a_conflict(tmp_path, monkeypatch):
+    made = make_lake(tmp_path, 2)
+    made.stage(made.plan([30]))
+
+    def condemned(state, segment_id):
+        raise Condemned(segment_id)
+
+    monkeypatch.setattr("hslake.compact.refuse_condemned", condemned)
+    with pytest.raises(Condemned):
+        compact(made.url, [made.staging])
+    monkeypatch.undo()
+    assert compact(made.url, [made.staging]).samples == 1
     check(made)
 
 

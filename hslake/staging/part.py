@@ -21,6 +21,8 @@ from hslake.staging.space import allocate, check_room
 from hslake.zarrmeta import array_metadata
 
 JOURNAL = "journal"
+_UNBORN = "journal.new"  # until the part is one
+METADATA = "zarr.json"
 SEALED = "manifest.arrow"
 DONE = "DONE"
 READ_LOCK = "read.lock"
@@ -113,10 +115,12 @@ class Part:
         (path / "input_ids/zarr.json").write_text(
             json.dumps(array_metadata([capacity], [capacity], "int32", ["token"]))
         )
-        # The journal makes the folder a part: it comes after everything it speaks about.
+        # The journal makes the folder a part: it gets its name after everything it speaks about.
+        # Metadata with neither name beside it is then a part that lost its journal.
+        self._journal = FrameWriter(path / _UNBORN, "journal")
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
-        (path / "zarr.json").write_text(json.dumps(group))
-        self._journal = FrameWriter(path / JOURNAL, "journal")
+        (path / METADATA).write_text(json.dumps(group))
+        (path / _UNBORN).rename(path / JOURNAL)
 
     def log(self, row: dict[str, Any]) -> None:
         """Append one journal row."""
@@ -147,11 +151,20 @@ class Part:
                 continue
 
 
+def lost_journal(path: Path) -> bool:
+    """Whether a dead writer's folder was a part, and its journal is gone: not one half made or half
+    recycled."""
+    return (path / METADATA).exists() and not any(
+        (path / name).exists() for name in (JOURNAL, _UNBORN, DONE)
+    )
+
+
 def reset_folder(path: Path, new: Path) -> None:
     """Turn a finished part's folder into the bare pages of the next part `new`.
 
-    Journal first: without it the folder is no part to any reader, whatever happens in between.
+    It is DONE, which goes late: whatever happens in between, no reader looks into it, and it never
+    looks like a part that lost its journal.
     """
-    for name in (JOURNAL, SEALED, DONE, READ_LOCK):
+    for name in (METADATA, JOURNAL, SEALED, DONE, READ_LOCK):
         (path / name).unlink(missing_ok=True)
     path.rename(new)
