@@ -21,7 +21,7 @@ from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.lake import Lake, open_lake
 from hslake.picks import Pick, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
-from hslake.segment.write import SegmentInfo, new_segment_id, write_segment
+from hslake.segment.write import new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.locks import Lock, try_lock
@@ -32,7 +32,6 @@ from hslake.staging.part import (
     READ_LOCK,
     SEALED,
     PartInfo,
-    Reserved,
     lost_journal,
 )
 from hslake.staging.reader import (

@@ -1,4 +1,4 @@
-"""What `verify` reads of the live samples' manifest rows, and what is wrong with a row by itself."""
+"""The manifest rows of live samples as `verify` reads them, and what is wrong with a row itself."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -59,12 +59,15 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise InvalidInput(f"{where} is not JSON ({error}): damaged, or another file") from None
 
 
-def validate(document: Any, name: str, where: str) -> None:
-    """Check a parsed JSON document against `schemas/<name>.json`.
+def validate(document: Any, name: str, where: str, definition: str = "") -> None:
+    """Check a parsed JSON document against `schemas/<name>.json`, or a definition in it.
 
     Raises InvalidInput naming `where` and the field that does not fit.
     """
-    validator = jsonschema.Draft202012Validator(load(name))
+    schema = load(name)
+    if definition:
+        schema = {"$ref": f"#/$defs/{definition}", "$defs": schema["$defs"]}
+    validator = jsonschema.Draft202012Validator(schema)
     error = next(iter(sorted(validator.iter_errors(document), key=lambda e: list(e.path))), None)
     if error is not None:
         field = "/".join(str(p) for p in error.absolute_path) or "the top level"

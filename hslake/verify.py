@@ -1,7 +1,7 @@
 """Is what the manifest says exists really there, and intact?
 
-Levels: `manifest` looks at rows, also beside the plan's, and at object sizes; `checksum` hashes every
-stored object against the segment's inventory without decoding; `full` decodes every sample,
+Levels: `manifest` looks at rows, also beside the plan's, and at object sizes; `checksum` hashes
+every stored object against the segment's inventory without decoding; `full` decodes every sample,
 recomputes its checksum and token hash, compares its loss mask with the plan's, and hashes the
 objects that hold no states.
 """

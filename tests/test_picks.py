@@ -1,5 +1,7 @@
 """What speaks against a staged sample: nothing damaged enters the lake, and all of it is told."""
 
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +14,8 @@ from hslake.staging import scan
 from tests.lakes import MadeLake, make_lake
 
 
-def newest_plan_file(made: MadeLake) -> str:
-    return made.lake.plan_table().files()[-1]
+def newest_plan_file(made: MadeLake) -> Path:
+    return Path(made.lake.plan_table().files()[-1])
 
 
 def test_a_flipped_bit_in_the_plan_never_becomes_a_loss_mask(tmp_path):
@@ -24,19 +26,16 @@ def test_a_flipped_bit_in_the_plan_never_becomes_a_loss_mask(tmp_path):
         group = file.metadata.row_group(0)
     columns = (group.column(i) for i in range(group.num_columns))
     column = next(c for c in columns if "loss_mask" in c.path_in_schema)
-    with open(path, "rb") as f:
-        whole = f.read()
+    whole = path.read_bytes()
     version = made.lake.version
     end = column.data_page_offset + column.total_compressed_size
     damaged = bytearray(whole)
     damaged[end - 5] ^= 4
-    with open(path, "wb") as f:
-        f.write(damaged)
-    with pytest.raises(Corrupt, match=path):
+    path.write_bytes(damaged)
+    with pytest.raises(Corrupt, match=path.name):
         compact(made.url, [made.staging])
     assert made.lake.version == version
-    with open(path, "wb") as f:
-        f.write(whole)
+    path.write_bytes(whole)
     assert compact(made.url, [made.staging]).samples == 12  # staging was left as it was
 
 

@@ -5,13 +5,13 @@ writer's own summary, written at most every 0.2 seconds; its `last_seq` says up 
 knows, so it may be behind the events file and is never ahead of it.
 """
 
-import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hslake.errors import Corrupt
+from hslake.errors import Corrupt, InvalidInput
+from hslake.schemas import parse_json, validate
 from hslake.staging.frames import FrameTail
 from hslake.staging.part import DONE, JOURNAL
 from hslake.staging.reader import WriterDir, scan
@@ -47,9 +47,9 @@ class StatusReader:
     def _writer(self, found: WriterDir, cursor: int) -> dict[str, Any] | None:
         try:
             # Before the events: what the summary knows, they hold.
-            status = json.loads((found.path / STATUS).read_text("utf-8"))
+            status = _summary(found)
             events, error = self._events(found, cursor, status["last_seq"])
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return None  # just born, or being deleted
         for part in status["parts"]:
             # The summary of a dead writer is old, and a compactor goes on.
@@ -80,6 +80,36 @@ class StatusReader:
         return events, None
 
 
+def _summary(found: WriterDir) -> dict[str, Any]:
+    """The writer's `status.json`; a damaged one as the summary of a writer that only has an error.
+
+    Raises FileNotFoundError.
+    """
+    path = found.path / STATUS
+    data = path.read_bytes()  # replaced as a whole: never seen half written
+    try:
+        status = parse_json(data, str(path))
+        validate(status, "status", str(path), "writer")
+        if status["writer"] != found.writer_id:
+            raise InvalidInput(f"{path} is that of writer {status['writer']!r}: it was moved here")
+    except InvalidInput as error:
+        counts = ("free_rows", "capacity_rows", "largest_reservation", "last_seq")
+        done = ("samples_captured", "tokens_captured", "bytes_captured", "dropped")
+        return {
+            "writer": found.writer_id,
+            "armed": False,
+            "error": f"{error}; a live writer writes it anew with its next sample",
+            "lake_id": None,
+            "engine": {},
+            "parts": [
+                {"name": p.name, "rows": 0, "reserved": 0, "state": "open"} for p in found.parts
+            ],
+            "updated_at": 0.0,
+            **dict.fromkeys((*counts, *done), 0),
+        }
+    return status
+
+
 def read_status(root: Path, since: Mapping[str, int] | None = None) -> dict[str, Any]:
     """One look at every writer under `root`, events after `since[writer]`. Raises Missing."""
     return StatusReader(root).read(since)
@@ -87,13 +117,14 @@ def read_status(root: Path, since: Mapping[str, int] | None = None) -> dict[str,
 
 def _document(writers: list[dict[str, Any]]) -> dict[str, Any]:
     alive = [w for w in writers if w["alive"]]
+    known = [w for w in alive if w["lake_id"]]
     errors = [w["error"] for w in alive if w["error"]]
     return {
         "format": 1,
         "armed": bool(alive) and all(w["armed"] for w in alive),
         "error": errors[0] if errors else None,
-        "lake_id": alive[0]["lake_id"] if alive else None,
-        "engine": alive[0]["engine"] if alive else {},
-        "hook_version": alive[0]["engine"].get("hook_version") if alive else None,
+        "lake_id": known[0]["lake_id"] if known else None,
+        "engine": known[0]["engine"] if known else {},
+        "hook_version": known[0]["engine"].get("hook_version") if known else None,
         "writers": writers,
     }

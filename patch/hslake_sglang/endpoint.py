@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def parse_since(text: str | None) -> dict[str, int]:
     cursors: dict[str, int] = {}
     for item in filter(None, (text or "").split(",")):
         writer, _, cursor = item.rpartition(":")
-        if not writer or not cursor.isdigit():
+        if not writer or not re.fullmatch(r"[0-9]{1,18}", cursor):
             raise InvalidInput(f"since={text!r}: expected <writer>:<cursor>,<writer>:<cursor>")
         cursors[writer] = int(cursor)
     return cursors

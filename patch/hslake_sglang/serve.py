@@ -63,8 +63,8 @@ def prepare(
     settings.staging_size(
         folder,
         spec,
-        _number(full, settings.PART_TOKENS),
-        _number(full, settings.MAX_PARTS),
+        settings.count(full, settings.PART_TOKENS),
+        settings.count(full, settings.MAX_PARTS),
         writers=writers,
     )
     full[settings.STAGING] = str(folder.resolve())
@@ -100,13 +100,6 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.argv[0], command.argv, command.env)
-
-
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name, "")
-    if text and not text.isdigit():
-        raise InvalidInput(f"{name}={text!r}: expected a positive whole number")
-    return int(text) if text else None
 
 
 _DP_OPTIONS = {

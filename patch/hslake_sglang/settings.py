@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,18 +49,19 @@ def load(env: Mapping[str, str] = os.environ, *, writers: int = 1) -> Settings:
         spec = read_spec(env[LAKE])
     else:
         raise InvalidInput(f"neither {SPEC} nor {LAKE} is set; start the server with hslake serve")
-    part_tokens, max_parts = _count(env, PART_TOKENS), _count(env, MAX_PARTS)
+    part_tokens, max_parts = count(env, PART_TOKENS), count(env, MAX_PARTS)
     if part_tokens is None or max_parts is None:
         size = staging_size(staging, spec, part_tokens, max_parts, writers=writers)
         part_tokens, max_parts = size
     return Settings(staging, spec, part_tokens, max_parts, env.get(RUN, ""))
 
 
-def _count(env: Mapping[str, str], name: str) -> int | None:
+def count(env: Mapping[str, str], name: str) -> int | None:
+    """The positive whole number in a variable, or None without one. Raises InvalidInput."""
     text = env.get(name, "")
     if not text:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise InvalidInput(f"{name}={text!r}: expected a positive whole number")
     return int(text)
 

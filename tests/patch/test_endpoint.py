@@ -8,6 +8,8 @@ from hslake_sglang import endpoint, report
 
 from hslake.errors import InvalidInput
 from hslake.staging import StatusReader
+from tests.staging.test_writer import spec
+from tests.staging.test_writer import writer as staging_writer
 
 RUN = "run1"
 
@@ -68,6 +70,15 @@ def test_telling_never_raises(tmp_path: Path) -> None:
 def test_cursors() -> None:
     assert endpoint.parse_since(None) == {} == endpoint.parse_since("")
     assert endpoint.parse_since("a-1:5,b:70") == {"a-1": 5, "b": 70}
-    for wrong in ("a", "a:", ":3", "a:-1", "a:x"):
+    for wrong in ("a", "a:", ":3", "a:-1", "a:x", "a:²", "a:٣", f"a:{'1' * 5000}"):
         with pytest.raises(InvalidInput, match="since"):
             endpoint.parse_since(wrong)
+
+
+def test_a_damaged_summary_is_told(tmp_path: Path) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+    (made.folder / "status.json").write_text("{}")
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
+    assert answer["armed"] is False and "status.json" in answer["error"]
+    made.close()

@@ -28,8 +28,9 @@ def test_says_what_is_missing(tmp_path: Path) -> None:
         settings.load(env(tmp_path / "nowhere"))
     with pytest.raises(InvalidInput, match="HSLAKE_LAKE"):
         settings.load({settings.STAGING: str(tmp_path)})
-    with pytest.raises(InvalidInput, match="HSLAKE_PART_TOKENS"):
-        settings.load(env(tmp_path, HSLAKE_PART_TOKENS="many"))
+    for wrong in ("many", "0", "-1", "²", "9" * 5000):
+        with pytest.raises(InvalidInput, match="HSLAKE_PART_TOKENS"):
+            settings.load(env(tmp_path, HSLAKE_PART_TOKENS=wrong))
 
 
 def test_default_size_leaves_half_of_the_space(

@@ -9,6 +9,7 @@ import pytest
 
 from hslake.errors import Corrupt
 from hslake.ids import RequestId
+from hslake.server import parse_status
 from hslake.staging import StatusReader, read_status
 from hslake.staging.frames import FrameTail, FrameWriter, read_frames
 from tests.staging.test_writer import put, spec, writer
@@ -170,3 +171,25 @@ def test_damage_in_the_events_is_told(tmp_path: Path) -> None:
     assert "its writer has written 3" in error, error
     status = json.loads((w.folder / "status.json").read_text())
     assert status["error"] is None  # it is the reader that found it
+
+
+def test_a_damaged_summary_is_an_error_of_its_writer(tmp_path: Path) -> None:
+    w, other = writer(tmp_path, spec()), writer(tmp_path, spec())
+    put(w, "a", 5, 1)
+    w.tick()
+    path = w.folder / "status.json"
+    sound = path.read_text()
+    for text in ("{}", "[]", "", "nul", sound.replace('"parts"', '"pasts"'), '{"last_seq": "x"}',
+                 sound.replace(w.writer_id, other.writer_id), "\udcff"):  # fmt: skip
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        document = read_status(tmp_path)
+        by_id = {x["writer"]: x for x in document["writers"]}
+        assert by_id.keys() == {w.writer_id, other.writer_id}, text
+        found = by_id[w.writer_id]
+        assert str(path) in found["error"] and not found["armed"] and not document["armed"]
+        assert [e["sample_id"] for e in found["events"]] == ["a"]
+        assert [p["name"] for p in found["parts"]] == ["part-000001"]
+        assert document["lake_id"] == other.spec.lake_id
+        parse_status(document, "here")
+    path.write_text(sound)
+    assert read_status(tmp_path)["error"] is None
