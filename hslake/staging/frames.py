@@ -55,11 +55,8 @@ class FrameWriter:
         """Write one row as one frame; it is visible to readers only when whole."""
         batch = pa.RecordBatch.from_pylist([row], schema=self._schema)
         payload = batch.serialize().to_pybytes()
+        self.room(_extent(len(payload)))
         end = self._at + _extent(len(payload))
-        if end > len(self._map):
-            size = len(self._map) + max(_GROW, end - len(self._map))
-            allocate(self._fd, size)
-            self._map.resize(size)
         body = self._at + _FRAME.size
         header = _FRAME.pack(_MAGIC, self._seq, len(payload), _crc(self._seq, payload))
         self._map[self._at + 4 : body] = header[4:]
@@ -67,6 +64,14 @@ class FrameWriter:
         # The magic goes last: until it stands, a reader sees a clean end.
         self._map[self._at : self._at + 4] = header[:4]
         self._at, self._seq = end, self._seq + 1
+
+    def room(self, size: int) -> None:
+        """Make sure that `size` more bytes of frames can be written. Raises NoSpace."""
+        end = self._at + size
+        if end > len(self._map):
+            longer = len(self._map) + max(_GROW, end - len(self._map))
+            allocate(self._fd, longer)
+            self._map.resize(longer)
 
     def close(self) -> None:
         self._map.close()

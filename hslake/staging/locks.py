@@ -58,6 +58,20 @@ def try_lock(path: Path, *, shared: bool = False, create: bool = False) -> Lock 
     return Lock(real, fd)
 
 
+def rename_folder(lock: Lock, to: Path) -> Lock:
+    """Rename the folder of a held lock's file to `to`; the lock under its new path."""
+    old = Path(lock.path)
+    real = os.path.realpath(to / old.name)
+    _held[real] = os.getpid()  # before: another thread that looked there would lose us the lock
+    try:
+        old.parent.rename(to)
+    except BaseException:
+        del _held[real]
+        raise
+    del _held[lock.path]
+    return Lock(real, lock.fd)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a live process (this one included) holds the lock of `path` exclusively."""
     if _mine(path):

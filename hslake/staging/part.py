@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from hslake.schemas import arrow_schema
 from hslake.spec import LakeSpec
+from hslake.staging.files import replacing
 from hslake.staging.frames import FrameWriter
 from hslake.staging.space import allocate, check_room
 from hslake.zarrmeta import array_metadata
@@ -122,6 +123,10 @@ class Part:
         (path / METADATA).write_text(json.dumps(group))
         (path / _UNBORN).rename(path / JOURNAL)
 
+    def journal_room(self, size: int) -> None:
+        """Make sure that the journal takes `size` more bytes. Raises NoSpace."""
+        self._journal.room(size)
+
     def log(self, row: dict[str, Any]) -> None:
         """Append one journal row."""
         full = {"reason": None, "checksum": None, "rms": None, "absmax": None, "nonfinite": None}
@@ -134,10 +139,12 @@ class Part:
         if self.sealed:
             return
         table = pa.Table.from_pylist(self.rows, schema=arrow_schema("journal"))
-        temporary = self.path / f"{SEALED}.tmp"
-        with pa.OSFile(str(temporary), "wb") as f, pa.ipc.new_file(f, table.schema) as writer:
+        with (
+            replacing(self.path / SEALED) as temporary,
+            pa.OSFile(str(temporary), "wb") as f,
+            pa.ipc.new_file(f, table.schema) as writer,
+        ):
             writer.write_table(table)
-        temporary.rename(self.path / SEALED)
         self.sealed = True
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """The staging writer: one reservation per sample, filled by position, journalled when in place."""
 
 import json
+import logging
 import shutil
 import time
 import uuid
@@ -13,8 +14,9 @@ from hslake.checksum import RowStats, to_int64
 from hslake.errors import Conflict, InvalidInput, NoSpace
 from hslake.ids import RequestId
 from hslake.spec import LakeSpec
+from hslake.staging.files import replacing
 from hslake.staging.frames import FrameWriter
-from hslake.staging.locks import try_lock
+from hslake.staging.locks import rename_folder, try_lock
 from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
 from hslake.staging.reservation import Reservation
 
@@ -23,6 +25,9 @@ LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _STATUS_EVERY_S = 0.2
+_SPARE = 1 << 18  # bytes of journal and events, for the ends of all samples that are arriving
+
+log = logging.getLogger("hslake.staging")
 
 
 class StagingWriter:
@@ -48,11 +53,15 @@ class StagingWriter:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
         self.writer_id = str(uuid.uuid4())
         self.folder = Path(root) / self.writer_id
-        self.folder.mkdir(parents=True)
-        (self.folder / COMPACT_LOCK).touch()
-        self._lock = try_lock(self.folder / LOCK, create=True)
-        if self._lock is None:
-            raise Conflict(f"{self.folder / LOCK} is held by another process")
+        # Locked under a name that no scan looks at: one that came between the making of the lock
+        # file and its locking would hold the lock, or take the writer for dead and remove it.
+        unborn = Path(root) / f".{self.writer_id}.new"
+        unborn.mkdir(parents=True)
+        (unborn / COMPACT_LOCK).touch()
+        lock = try_lock(unborn / LOCK, create=True)
+        if lock is None:
+            raise Conflict(f"{unborn / LOCK} is held by another process")
+        self._lock = rename_folder(lock, self.folder)
         self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
         self._clock, self._max_age_s, self._idle_s = clock, max_age_s, idle_s
         self._engine = dict(engine)
@@ -114,6 +123,9 @@ class StagingWriter:
         # Counted while a part tells of the attempt: within a part no two may be the same.
         told = (p.incarnations.get(rid.attempt, -1) for p in self._parts)
         incarnation = 1 + max(told, default=-1)
+        # What is begun can be ended: its rows and events must not fail for room later.
+        part.journal_room(_SPARE)
+        self._events.room(_SPARE)
         n = len(self.spec.streams)
         found = Reservation(
             rid, part, part.used, incarnation, self._clock(), 0, [0] * n, [RowStats()] * n
@@ -208,13 +220,14 @@ class StagingWriter:
         if self._closed:
             return
         self._closed = True
-        self._finish("writer closed")
-        self._write_status(force=True)
-        for part in self._parts:
-            part.close()
-        self._events.close()
-        assert self._lock is not None
-        self._lock.release()
+        try:
+            self._finish("writer closed")
+            self._write_status(force=True)
+            for part in self._parts:
+                part.close()
+            self._events.close()
+        finally:
+            self._lock.release()  # the compactor takes what is complete, sealed or not
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -259,9 +272,13 @@ class StagingWriter:
         return any(r.part is part for r in self._open.values())
 
     def _seal(self, part: Part) -> None:
-        """Seal a part that holds something, unless a sample is arriving in it."""
+        """Seal a part that holds something, unless a sample is arriving in it; without room for
+        that, at a later tick."""
         if not part.sealed and part.used and not self._filling(part):
-            part.seal()
+            try:
+                part.seal()
+            except OSError as error:
+                log.warning("%s is not sealed yet: %s", part.path, error)
             self._status_due = True
 
     def _idle(self, part: Part) -> bool:
@@ -284,7 +301,13 @@ class StagingWriter:
             fresh = self.folder / f"part-{self._next:06d}"
             self._next += 1
             reset_folder(part.path, fresh)
-            self._parts.append(Part(fresh, self.spec, self._part_tokens, self._attributes))
+            try:
+                self._parts.append(Part(fresh, self.spec, self._part_tokens, self._attributes))
+            except (NoSpace, OSError) as error:
+                log.warning(
+                    "%s is given up, a new part is made when there is room: %s", fresh, error
+                )
+                shutil.rmtree(fresh, ignore_errors=True)
             self._status_due = True
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
@@ -353,9 +376,12 @@ class StagingWriter:
             "bytes_captured": self._counts["tokens_captured"] * self.spec.bytes_per_token,
             "updated_at": now,
         }
-        temporary = self.folder / f"{STATUS}.tmp"
-        temporary.write_text(json.dumps(status))
-        temporary.rename(self.folder / STATUS)
+        try:
+            with replacing(self.folder / STATUS) as temporary:
+                temporary.write_text(json.dumps(status))
+        except OSError as error:  # somebody else filled staging: the events are what counts
+            log.warning("%s is written at a later tick: %s", self.folder / STATUS, error)
+            self._status_due = True
 
 
 def remove_writer(folder: Path) -> None:

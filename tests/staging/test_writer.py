@@ -1,9 +1,11 @@
 """The staging writer against its reader: what is journalled is exactly what is in place."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hslake.ids import RequestId, new_attempt
 from hslake.spec import LakeSpec, ModelInfo, make_spec
 from hslake.staging import StagingWriter, read_part, read_status, scan
 from hslake.staging.frames import FrameWriter, read_frames
+from hslake.staging.locks import try_lock
 from hslake.staging.reader import read_rows
 
 H = 8
@@ -328,3 +331,94 @@ def test_a_killed_writer_frees_its_lock(tmp_path):
     found = scan(tmp_path)[0]
     assert not found.alive
     assert read_part(found.parts[0]).reserved[0].state == "complete"
+
+
+def test_no_scan_sees_a_writer_before_it_holds_its_lock(tmp_path, monkeypatch):
+    seen = []
+
+    def looking(path, **more):
+        seen.extend(scan(tmp_path))
+        return try_lock(path, **more)
+
+    monkeypatch.setattr("hslake.staging.writer.try_lock", looking)
+    w = writer(tmp_path, spec())
+    assert seen == [] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
+    (mine,) = tmp_path.iterdir()  # nothing of its birth is left
+    code = "import sys, pathlib as p; from hslake.staging.locks import is_locked as l; "
+    code += "sys.exit(int(l(p.Path(sys.argv[1]))))"
+    args = [sys.executable, "-c", code, str(mine / "lock")]
+    assert subprocess.run(args).returncode == 1  # looking at it here did not let go of it
+    w.close()
+    assert subprocess.run(args).returncode == 0
+
+
+def test_staging_filled_by_somebody_else_stops_nothing(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec(), tokens=20, parts=1)
+    whole = Path.write_text
+    full = True
+
+    def write_text(self, *args, **more):
+        if full:
+            self.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, *args, **more)
+
+    def unsealed(path, mode):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with monkeypatch.context() as patch:
+        patch.setattr("hslake.staging.part.pa.OSFile", unsealed)
+        bits = put(w, "a", 20, 1)
+        w.tick()
+        with pytest.raises(NoSpace):
+            put(w, "b", 3, 2)
+        assert not scan(tmp_path)[0].parts[0].joinpath("manifest.arrow").exists()
+    full = False
+    w._clock = lambda: time.time() + 1
+    w.tick()
+    (status,) = read_status(tmp_path)["writers"]
+    assert status["samples_captured"] == 1 and status["parts"][0]["state"] == "sealed"
+    assert not list(tmp_path.rglob("*.tmp"))
+    info = read_part(scan(tmp_path)[0].parts[0])
+    assert np.array_equal(np.stack(read_rows(info, info.reserved[0])[0]), bits)
+    (info.path / "DONE").touch()
+    full = True
+    w.tick()  # no part can be made of its pages
+    assert scan(tmp_path)[0].parts == ()
+    full = False
+    put(w, "c", 20, 3)
+    w.close()
+
+
+def test_close_lets_go_of_the_lock_whatever_happens(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec())
+    put(w, "a", 5, 1)
+
+    def unsealed(path, mode):
+        Path(path).touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hslake.staging.part.pa.OSFile", unsealed)
+    with pytest.raises(OSError, match="No space"):
+        w.close()
+    assert not scan(tmp_path)[0].alive and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_sample_that_was_begun_can_be_ended_without_room(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec(), tokens=4000, parts=1)
+
+    def full(fd, size):
+        raise NoSpace("full")
+
+    monkeypatch.setattr("hslake.staging.frames.allocate", full)
+    captured = 0
+    with pytest.raises(NoSpace, match="full"):
+        for n in range(4000):
+            put(w, f"s{n}", 1, n)
+            captured += 1
+    assert 200 < captured < 4000 and w.get("any") is None
+    w.drop(RequestId(w.spec.lake8, new_attempt(), 1, "A1", "s"), "no space")  # still told
+    w.close()
+    (part,) = scan(tmp_path)[0].parts
+    assert [r.state for r in read_part(part).reserved] == ["complete"] * captured
