@@ -235,7 +235,7 @@ class StagingWriter:
         for reservation in list(self._open.values()):
             self.abandon(reservation, reason)
         for part in self._parts:
-            part.seal()
+            _seal(part)
 
     def _room(self, length: int) -> Part:
         refusal = f"all {self._max_parts} parts are full: the compactor has to catch up"
@@ -272,13 +272,9 @@ class StagingWriter:
         return any(r.part is part for r in self._open.values())
 
     def _seal(self, part: Part) -> None:
-        """Seal a part that holds something, unless a sample is arriving in it; without room for
-        that, at a later tick."""
+        """Seal a part that holds something, unless a sample is arriving in it."""
         if not part.sealed and part.used and not self._filling(part):
-            try:
-                part.seal()
-            except OSError as error:
-                log.warning("%s is not sealed yet: %s", part.path, error)
+            _seal(part)
             self._status_due = True
 
     def _idle(self, part: Part) -> bool:
@@ -382,6 +378,15 @@ class StagingWriter:
         except OSError as error:  # somebody else filled staging: the events are what counts
             log.warning("%s is written at a later tick: %s", self.folder / STATUS, error)
             self._status_due = True
+
+
+def _seal(part: Part) -> None:
+    """Seal a part; without room for that it stays as it is, for the next tick or the compactor of
+    a dead writer."""
+    try:
+        part.seal()
+    except OSError as error:
+        log.warning("%s is not sealed yet: %s", part.path, error)
 
 
 def remove_writer(folder: Path) -> None:

@@ -392,7 +392,8 @@ def test_staging_filled_by_somebody_else_stops_nothing(tmp_path, monkeypatch):
 
 
 def test_close_lets_go_of_the_lock_whatever_happens(tmp_path, monkeypatch):
-    w = writer(tmp_path, spec())
+    s = spec()
+    w, other = writer(tmp_path / "a", s), writer(tmp_path / "b", s)
     put(w, "a", 5, 1)
 
     def unsealed(path, mode):
@@ -400,9 +401,18 @@ def test_close_lets_go_of_the_lock_whatever_happens(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("hslake.staging.part.pa.OSFile", unsealed)
-    with pytest.raises(OSError, match="No space"):
-        w.close()
-    assert not scan(tmp_path)[0].alive and not list(tmp_path.rglob("*.tmp"))
+    w.close()
+    assert not scan(tmp_path / "a")[0].alive and not list(tmp_path.rglob("*.tmp"))
+
+    other.begin(RequestId(s.lake8, new_attempt(), 5, "A1", "b"))
+
+    def full(writer, row):
+        raise NoSpace("full")
+
+    monkeypatch.setattr(FrameWriter, "append", full)
+    with pytest.raises(NoSpace):
+        other.close()
+    assert not scan(tmp_path / "b")[0].alive
 
 
 def test_a_sample_that_was_begun_can_be_ended_without_room(tmp_path, monkeypatch):
