@@ -24,6 +24,7 @@ from hslake.progress import Bar
 from hslake.segment.write import new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
+from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_writer
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import (
     DONE,
@@ -41,7 +42,6 @@ from hslake.staging.reader import (
     read_writer,
     scan,
 )
-from hslake.staging.writer import COMPACT_LOCK, LOCK, remove_writer
 
 log = logging.getLogger("hslake.compact")
 

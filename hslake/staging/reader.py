@@ -11,10 +11,10 @@ import numpy as np
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.schemas import validate
 from hslake.spec import DTYPES
+from hslake.staging.folder import LOCK
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
 from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, bits_dtype
-from hslake.staging.writer import LOCK
 
 
 @dataclass(frozen=True)

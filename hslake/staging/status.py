@@ -12,10 +12,10 @@ from typing import Any
 
 from hslake.errors import Corrupt, InvalidInput
 from hslake.schemas import parse_json, validate
+from hslake.staging.folder import EVENTS, STATUS
 from hslake.staging.frames import FrameTail
 from hslake.staging.part import DONE, JOURNAL
 from hslake.staging.reader import WriterDir, scan
-from hslake.staging.writer import EVENTS, STATUS
 
 _MAX_EVENTS = 5000
 

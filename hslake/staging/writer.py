@@ -4,26 +4,22 @@ import json
 import logging
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hslake.checksum import RowStats, to_int64
-from hslake.errors import Conflict, InvalidInput, NoSpace
+from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId
 from hslake.spec import LakeSpec
 from hslake.staging.files import replacing
+from hslake.staging.folder import COMPACT_LOCK, EVENTS, STATUS, make_writer
 from hslake.staging.frames import FrameWriter
-from hslake.staging.locks import rename_folder, try_lock
+from hslake.staging.locks import try_lock
 from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
 from hslake.staging.reservation import Reservation
 
-EVENTS = "events"
-LOCK = "lock"
-COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
-STATUS = "status.json"
 _STATUS_EVERY_S = 0.2
 _SPARE = 1 << 18  # bytes of journal and events, for the ends of all samples that are arriving
 
@@ -51,17 +47,8 @@ class StagingWriter:
     ) -> None:
         if part_tokens < 1 or max_parts < 1:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
-        self.writer_id = str(uuid.uuid4())
-        self.folder = Path(root) / self.writer_id
-        # Locked under a name that no scan looks at: one that came between the making of the lock
-        # file and its locking would hold the lock, or take the writer for dead and remove it.
-        unborn = Path(root) / f".{self.writer_id}.new"
-        unborn.mkdir(parents=True)
-        (unborn / COMPACT_LOCK).touch()
-        lock = try_lock(unborn / LOCK, create=True)
-        if lock is None:
-            raise Conflict(f"{unborn / LOCK} is held by another process")
-        self._lock = rename_folder(lock, self.folder)
+        self.folder, self._lock = make_writer(Path(root))
+        self.writer_id = self.folder.name
         self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
         self._clock, self._max_age_s, self._idle_s = clock, max_age_s, idle_s
         self._engine = dict(engine)
@@ -387,11 +374,3 @@ def _seal(part: Part) -> None:
         part.seal()
     except OSError as error:
         log.warning("%s is not sealed yet: %s", part.path, error)
-
-
-def remove_writer(folder: Path) -> None:
-    """Delete a dead writer's folder; the caller holds its lock and has taken what it held."""
-    # One rename takes it out of everybody's sight; a half-removed folder is never found by a scan.
-    gone = folder.with_name(f".{folder.name}.gone")
-    folder.rename(gone)
-    shutil.rmtree(gone)

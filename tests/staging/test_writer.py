@@ -340,7 +340,7 @@ def test_no_scan_sees_a_writer_before_it_holds_its_lock(tmp_path, monkeypatch):
         seen.extend(scan(tmp_path))
         return try_lock(path, **more)
 
-    monkeypatch.setattr("hslake.staging.writer.try_lock", looking)
+    monkeypatch.setattr("hslake.staging.folder.try_lock", looking)
     w = writer(tmp_path, spec())
     assert seen == [] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
     (mine,) = tmp_path.iterdir()  # nothing of its birth is left
