@@ -315,7 +315,9 @@ def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Ba
     if progress is not None:
         tokens = sum(p.row.length for p in added)
         progress.advance(tokens)
-        progress.note(f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}")
+        progress.note(
+            f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}"
+        )
 
 
 def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:

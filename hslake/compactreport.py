@@ -36,7 +36,9 @@ class CompactReport:
 
     def messages(self) -> list[str]:
         """What a person should know at once."""
-        skipped = [f"writer {w} is being compacted by another process: skipped" for w in self.skipped]
+        skipped = [
+            f"writer {w} is being compacted by another process: skipped" for w in self.skipped
+        ]
         return [*self.refused, *self.damage, *skipped]
 
 
