@@ -78,6 +78,8 @@ class _Lines:
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
+        if self.done == self.total:
+            self.note = ""  # of what was left a moment ago
         if self._shown:
             self._print(self.done, time.monotonic() - self._start)
 

@@ -61,3 +61,16 @@ def test_80_columns_show_the_whole_total_and_note(monkeypatch: pytest.MonkeyPatc
     shown = screen.getvalue()
     assert "7870000/107000000" in shown and "…" not in shown
     assert note.split()[-1] in shown
+
+
+def test_what_was_left_a_moment_ago_is_not_said_at_the_end(
+    soon: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(2, "plan") as bar:
+        bar.note("1 left")
+        bar.advance()
+        time.sleep(0.5)
+        bar.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("; 1 left") and lines[-1].startswith("plan 2 of 2, ")
+    assert "left" not in lines[-1]

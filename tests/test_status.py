@@ -137,3 +137,4 @@ def test_extract_command(lake: str, tmp_path: Path) -> None:
     with FakeServer(lake, tmp_path / "b", context=15) as server:
         bad = runner.invoke(app, ["extract", lake, "--server", server.url])
         assert bad.exit_code == 1 and "error: incomplete: 10 of 20" in bad.output, bad.output
+        assert bad.output.count("longer than the server takes") == 1  # one reason for all of them
