@@ -207,7 +207,10 @@ def test_a_watching_compactor_tells_its_writers_that_it_is_there(tmp_path):
     )
     lock = writer.folder / "compact.lock"
     os.utime(lock, (5, 5))
-    compact(made.url, [made.staging])
+    # A request that was cut short leaves its reservation open.
+    writer.begin(RequestId(spec.lake8, new_attempt(), 4, "A1", "A1-000009"))
+    shown = CliRunner().invoke(app, ["compact", made.url, "--staging", str(made.staging)])
+    assert "1 samples still arriving; one that was cut short is given up after" in shown.stdout
     assert time.time() - lock.stat().st_mtime < 60
     writer.close()
 
