@@ -11,13 +11,15 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from hslake import catalog, manifest
+from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
 from hslake.picks import Pick, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
@@ -25,7 +27,7 @@ from hslake.segment.write import new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_writer
-from hslake.staging.locks import Lock, try_lock
+from hslake.staging.locks import Lock, is_locked, try_lock
 from hslake.staging.part import (
     DONE,
     JOURNAL,
@@ -33,6 +35,7 @@ from hslake.staging.part import (
     READ_LOCK,
     SEALED,
     PartInfo,
+    Reserved,
     lost_journal,
 )
 from hslake.staging.reader import (
@@ -48,34 +51,6 @@ log = logging.getLogger("hslake.compact")
 DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
 _TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.1  # between looks at `stop` while waiting
-
-
-@dataclass
-class CompactReport:
-    """What one call did.
-
-    `waiting`: samples still arriving in the parts read last. `abandoned`: reason -> samples given
-    up; `damage`: journals and rows that do not read; extract asks for both again. `refused`: parts
-    of another lake or model, left alone. `stopped`: ended by `stop`, so what was not committed is
-    still in staging.
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    segments: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    abandoned: dict[str, int] = field(default_factory=dict)
-    damage: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    waiting: int = 0
-    version: int | None = None
-    stopped: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Nothing was damaged and nothing refused."""
-        return not self.damage and not self.refused
 
 
 class Condemned(Conflict):
@@ -115,15 +90,27 @@ def compact(
     """
     report, roots = CompactReport(), [Path(r) for r in staging_roots]
     sound: set[str] = set()
+    told: list[str] = []
     while True:
         try:
             _pass(lake_url, roots, watch, segment_tokens, progress, sound, report, stop)
         except _Stopped:
             report.stopped = True
             return report
+        finally:
+            if watch:  # for days: the report would come too late
+                _log_new(report.messages(), told)
         if not watch or _stops_within(interval_s, stop):
             report.stopped = watch
             return report
+
+
+def _log_new(messages: list[str], told: list[str]) -> None:
+    """Log what was not said at the last pass."""
+    for message in messages:
+        if message not in told:
+            log.warning("%s", message)
+    told[:] = messages
 
 
 def _stops_within(seconds: float, stop: Callable[[], bool]) -> bool:
@@ -149,6 +136,7 @@ def _pass(
     """`sound`: files of the plan that earlier passes checked."""
     spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
+    report.skipped = []
     held: list[Lock] = []
     dead: set[Path] = set()
     mine: list[WriterDir] = []
@@ -159,6 +147,8 @@ def _pass(
             # it look alive, and its parts would vanish under us.
             mine_alone = try_lock(found.path / COMPACT_LOCK)
             if mine_alone is None:
+                if is_locked(found.path / COMPACT_LOCK):  # else the folder has just gone
+                    tell(report.skipped, found.path.name)
                 continue
             held.append(mine_alone)
             writer = read_writer(found.path)
@@ -194,7 +184,7 @@ def _pass(
 def _tell_lost(writer: WriterDir, report: CompactReport) -> None:
     for path in sorted(writer.path.glob("part-*")):
         if lost_journal(path):
-            _tell(
+            tell(
                 report.damage,
                 f"{path / JOURNAL} is gone, and with it what the part held: removed; extract asks "
                 "for its samples again",
@@ -218,18 +208,11 @@ def _sources(
                 found.append(_Source(info, lock, info.sealed or dead))
                 continue
         except InvalidInput as error:
-            _tell(report.refused, f"{error}; refused and left alone")
+            tell(report.refused, f"{error}; refused and left alone")
         except Corrupt as error:
-            _tell(report.damage, f"{error}; left alone")
+            tell(report.damage, f"{error}; left alone")
         lock.release()
     return found
-
-
-def _tell(messages: list[str], message: str) -> None:
-    """Once, and at once: a watching compactor runs for days."""
-    if message not in messages:
-        messages.append(message)
-        log.warning("%s", message)
 
 
 def _choose(
@@ -241,7 +224,9 @@ def _choose(
 ) -> list[Pick]:
     """Complete samples that are planned and not live, one attempt each; the rest is counted."""
     complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
-    live = manifest.live_ids(lake.manifest_table()) if complete else set()
+    table = lake.manifest_table() if complete else None
+    live = manifest.live_ids(table) if table else set()
+    committed = manifest.attempts(table, {r.attempt for _, r in complete}) if table else set()
     plan = plan_rows(lake, {r.sample_id for _, r in complete} - live, sound)
     picks: dict[str, Pick] = {}
     abandoned: Counter[str] = Counter(report.abandoned)
@@ -250,8 +235,10 @@ def _choose(
             raise _Stopped
         reason = None
         if row.sample_id in live or row.sample_id in picks:
-            reason = "already in the lake"
-        elif row.sample_id not in plan:
+            # One committed from a part that was open then, or just before a crash, is no duplicate.
+            report.duplicates += source.final and row.attempt not in committed
+            continue
+        if row.sample_id not in plan:
             reason = "not in the plan"
         else:
             pick = Pick(source.info, row, plan[row.sample_id])
@@ -261,20 +248,26 @@ def _choose(
             else:
                 reason = found.reason
                 if found.damage:
-                    _tell(report.damage, found.damage)
+                    tell(report.damage, found.damage)
         # Counted once, when the part goes: a live writer's open part is read on every pass.
-        if reason is not None and source.final:
+        if reason is not None and source.final and not _is_probe(row):
             abandoned[reason] += 1
     for source in sources:
         if source.final:
             abandoned.update(
-                r.reason or "writer died" for r in source.info.reserved if r.state != "complete"
+                r.reason or "writer died"
+                for r in source.info.reserved
+                if r.state != "complete" and not _is_probe(r)
             )
         if source.info.damage:
-            _tell(report.damage, source.info.damage)
+            tell(report.damage, source.info.damage)
     report.abandoned = dict(abandoned)
     report.waiting = sum(r.state == "open" for s in sources if not s.final for r in s.info.reserved)
     return list(picks.values())
+
+
+def _is_probe(row: Reserved) -> bool:
+    return row.sample_id.startswith(PROBE_PREFIX)
 
 
 def _batches(picks: list[Pick], limit: int) -> Iterable[list[Pick]]:
@@ -323,7 +316,11 @@ def _publish_once(
     report.raw_bytes += info.raw_bytes
     report.stored_bytes += info.stored_bytes
     if progress is not None:
-        progress.advance(sum(p.row.length for p in added))
+        tokens = sum(p.row.length for p in added)
+        progress.advance(tokens)
+        progress.note(
+            f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}"
+        )
 
 
 def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:

@@ -64,8 +64,9 @@ def verify(
     """Check the lake's live samples; with `quarantine`, hide the damaged ones from the manifest.
 
     `sample`: look at that many samples only, chosen by md5 of their ids; `where`: SQL over
-    `samples`. Raises InvalidInput for an unknown level or a condition DuckDB refuses, Corrupt when
-    a file of the manifest or the plan itself is damaged: nothing it says could be relied on.
+    `samples`. Raises InvalidInput for an unknown level or a condition that DuckDB refuses or no
+    sample meets, Corrupt when a file of the manifest or the plan itself is damaged: nothing it says
+    could be relied on.
     """
     if level not in LEVELS:
         raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
@@ -73,6 +74,8 @@ def verify(
     for table in (lake.manifest_table(), lake.plan_table()):
         table.check()
     rows = rowcheck.read(lake, sample, where)
+    if where and not rows:
+        raise InvalidInput(f"--where {where!r} selects no sample of the lake")
     report = VerifyReport(level, len(rows), sum(r["length"] or 0 for r in rows))
     by_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
