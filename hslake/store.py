@@ -6,6 +6,8 @@ Paths are relative to the lake and use `/`. Local writes are durable when they r
 import contextlib
 import errno
 import os
+import re
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from hslake.errors import (
     HslakeError,
     InvalidInput,
     Missing,
+    NoSpace,
     Unavailable,
     reason,
     without_secrets,
@@ -29,6 +32,29 @@ from hslake.errors import (
 
 _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
+
+
+_TEMP = re.compile(r"\..*\.tmp")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def refusal(where: str, error: Exception) -> HslakeError | None:
+    """What the machine's refusal is to a caller of hslake; None when `error` is none.
+
+    Never Missing or Corrupt: what merely cannot be read now must not be taken for damage.
+    """
+    named = re.search(r"\(os error (\d+)\)", str(error))  # deltalake's, which carry no errno
+    code = error.errno if isinstance(error, OSError) else None
+    code = code or (int(named[1]) if named else None)
+    if code in (None, errno.ENOENT, errno.ENOTDIR):
+        return None
+    what = f"{where}: {os.strerror(code)}"
+    if code in _FULL:
+        return NoSpace(f"{what}: make room there and run it again")
+    return Unavailable(
+        f"{what}: expected to be let in: look at owner, permissions, mount and limits there, then "
+        "run it again"
+    )
 
 
 def sync_dir(folder: Path) -> None:
@@ -107,8 +133,8 @@ class Store:
         return Missing(f"{self.url(path)} is not there")
 
     @contextlib.contextmanager
-    def _errors(self, path: str) -> Iterator[None]:
-        """A library's errors as hslake's. Each filesystem raises its own kinds."""
+    def errors(self, path: str) -> Iterator[None]:
+        """The machine's and a library's errors as hslake's. Each filesystem has its own kinds."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
@@ -117,7 +143,10 @@ class Store:
             raise
         except Exception as error:
             if self.is_local:
-                raise
+                refused = refusal(self.url(path), error)
+                if refused is None:
+                    raise
+                raise refused from error
             raise Unavailable(
                 f"{self.url(path)}: the store cannot be reached or refuses ({reason(error)}): "
                 "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
@@ -126,21 +155,22 @@ class Store:
     def put(self, path: str, data: bytes) -> None:
         """Write `path`, replacing what is there, atomically."""
         if not self.is_local:
-            with self._errors(path):
+            with self.errors(path):
                 self.fs.pipe_file(self._key(path), data)
             return
-        target, temp = self._temp(path, data)
-        try:
-            temp.replace(target)
-        except BaseException:
-            temp.unlink(missing_ok=True)
-            raise
-        sync_dir(target.parent)
+        with self.errors(path):
+            target, temp = self._temp(path, data)
+            try:
+                temp.replace(target)
+            except BaseException:
+                temp.unlink(missing_ok=True)
+                raise
+            sync_dir(target.parent)
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write `path` unless it exists, atomically. Raises Conflict when it exists."""
         if not self.is_local:
-            with self._errors(path):
+            with self.errors(path):
                 try:
                     self.fs.pipe_file(self._key(path), data, mode="create")
                 except OSError as e:
@@ -149,14 +179,15 @@ class Store:
                         raise Conflict(f"{self.url(path)} exists already") from None
                     raise
             return
-        target, temp = self._temp(path, data)
-        try:
-            os.link(temp, target)
-        except FileExistsError:
-            raise Conflict(f"{target} exists already") from None
-        finally:
-            temp.unlink(missing_ok=True)
-        sync_dir(target.parent)
+        with self.errors(path):
+            target, temp = self._temp(path, data)
+            try:
+                os.link(temp, target)
+            except FileExistsError:
+                raise Conflict(f"{target} exists already") from None
+            finally:
+                temp.unlink(missing_ok=True)
+            sync_dir(target.parent)
 
     def _temp(self, path: str, data: bytes) -> tuple[Path, Path]:
         target = self.local(path)
@@ -174,7 +205,7 @@ class Store:
 
     def read(self, path: str) -> bytes:
         """All bytes of `path`. Raises Missing."""
-        with self._errors(path):
+        with self.errors(path):
             if self.is_local:
                 return self.local(path).read_bytes()
             return self.fs.cat_file(self._key(path))
@@ -186,33 +217,17 @@ class Store:
 
         Fewer bytes come back when the object ends earlier.
         """
-        with self._errors(path):
-            if not self.is_local:
-                if suffix is not None:
-                    # fsspec resolves negative starts itself, for every filesystem.
-                    return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
-                return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
-            fd = os.open(self.local(path), os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
+        with self.errors(path):
+            if self.is_local:
+                return _read_local(self.local(path), start, end, suffix)
             if suffix is not None:
-                start, end = max(0, size - suffix), size
-            stop = size if end is None else min(end, size)
-            # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
-            data = np.empty(max(0, stop - start), np.uint8)
-            done = 0
-            while done < data.size:
-                got = os.preadv(fd, [data[done:].data], start + done)
-                if not got:
-                    break
-                done += got
-            return data[:done].data
-        finally:
-            os.close(fd)
+                # fsspec resolves negative starts itself, for every filesystem.
+                return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
+            return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
 
     def size(self, path: str) -> int:
         """Size of `path` in bytes. Raises Missing."""
-        with self._errors(path):
+        with self.errors(path):
             if self.is_local:
                 return self.local(path).stat().st_size
             self.fs.invalidate_cache(self.fs._parent(self._key(path)))
@@ -220,38 +235,45 @@ class Store:
 
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a folder) at `path`."""
-        if self.is_local:
-            return self.local(path).is_file()
         try:
+            if self.is_local:
+                with self.errors(path):
+                    return stat.S_ISREG(self.local(path).stat().st_mode)
             self.size(path)
         except Missing:
             return False
-        with self._errors(path):
+        with self.errors(path):
             return self.fs.isfile(self._key(path))
 
     def list(self, path: str = "") -> list[str]:
         """Paths of all objects below `path`, sorted; none when there is nothing."""
         if self.is_local:
-            base = self.local(path)
             # What is still being written, or never was finished, is no object.
-            found = (
-                Path(d) / f
-                for d, _, names in os.walk(base)
-                for f in names
-                if not (f.startswith(".") and f.endswith(".tmp"))
-            )
-            return sorted(p.relative_to(self.root).as_posix() for p in found)
-        with self._errors(path):
+            return sorted(p for p in self._walk(path) if not _TEMP.fullmatch(p.split("/")[-1]))
+        with self.errors(path):
             self.fs.invalidate_cache()
             base_key = self._key("")
             return sorted(k[len(base_key) + 1 :] for k in self.fs.find(self._key(path)))
 
+    def _walk(self, path: str) -> Iterator[str]:
+        """All files below a local `path`. A folder that cannot be read is no empty folder."""
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
+        with self.errors(path):
+            for folder, _, names in os.walk(self.local(path), onerror=fail):
+                for name in names:
+                    yield (Path(folder) / name).relative_to(self.root).as_posix()
+
     def delete(self, path: str) -> None:
         """Delete one object; nothing happens when it is not there."""
         if self.is_local:
-            self.local(path).unlink(missing_ok=True)
+            with self.errors(path):
+                self.local(path).unlink(missing_ok=True)
             return
-        with contextlib.suppress(Missing), self._errors(path):
+        with contextlib.suppress(Missing), self.errors(path):
             self.fs.rm_file(self._key(path))
 
     def check_put_new(self) -> None:
@@ -275,6 +297,26 @@ class Store:
             "expected If-None-Match support: two writers would lose each other's commits here, "
             "use another store"
         )
+
+
+def _read_local(path: Path, start: int, end: int | None, suffix: int | None) -> memoryview:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        if suffix is not None:
+            start, end = max(0, size - suffix), size
+        stop = size if end is None else min(end, size)
+        # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
+        data = np.empty(max(0, stop - start), np.uint8)
+        done = 0
+        while done < data.size:
+            got = os.preadv(fd, [data[done:].data], start + done)
+            if not got:
+                break
+            done += got
+        return data[:done].data
+    finally:
+        os.close(fd)
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
