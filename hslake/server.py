@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.errors import Conflict, InvalidInput, Missing, without_secrets
 from hslake.ids import RequestId
 from hslake.schemas import validate
 
@@ -212,7 +212,8 @@ class Server:
         request_timeout: float = 900.0,
         status_timeout: float = 20.0,
     ) -> None:
-        self.url = check_url(url)
+        self._address = check_url(url)
+        self.url = without_secrets(self._address)  # what reports and messages show
         self._session = session
         self._request = aiohttp.ClientTimeout(total=request_timeout, sock_connect=10)
         self._status = aiohttp.ClientTimeout(total=status_timeout, sock_connect=10)
@@ -300,7 +301,7 @@ class Server:
     ) -> tuple[int, bytes]:
         try:
             async with self._session.request(
-                method, self.url + path, data=data, timeout=timeout
+                method, self._address + path, data=data, timeout=timeout
             ) as answer:
                 return answer.status, await answer.read()
         except TimeoutError:  # also aiohttp's own, which is no ClientError to us

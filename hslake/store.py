@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 import numpy as np
@@ -26,6 +25,7 @@ from hslake.errors import (
     Missing,
     NoSpace,
     Unavailable,
+    has_password,
     reason,
     without_secrets,
 )
@@ -83,6 +83,16 @@ def _make_dirs(folder: Path) -> None:
     sync_dir(folder.parent)
 
 
+def check_no_password(url: str) -> None:
+    """Raise InvalidInput when `url` holds one: libraries put URLs into their messages."""
+    if has_password(url):
+        raise InvalidInput(
+            f"{without_secrets(url)}: the URL holds a password or key, which would end up in "
+            "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
+
+
 class Store:
     """The objects below one lake URL. Safe from several threads; may be pickled."""
 
@@ -90,12 +100,7 @@ class Store:
         for prefix in _LOCAL:
             if url.startswith(prefix):
                 url = url[len(prefix) :]
-        if "://" in url and urlsplit(url).password is not None:
-            raise InvalidInput(
-                f"{without_secrets(url)}: the URL holds a password or key, which would end up in "
-                "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY"
-            )
+        check_no_password(url)
         self.is_local = "://" not in url
         self.root = str(Path(url).absolute()) if self.is_local else url.rstrip("/")
         self._fs: Any = None
