@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from hslake import catalog, manifest
+from hslake import catalog, manifest, query
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.lake import Lake, open_lake
 from hslake.schemas import parse_json, validate
@@ -45,7 +45,8 @@ def log(lake_url: str) -> list[dict[str, Any]]:
     names: dict[int, list[str]] = {}
     for pin in pins(lake):
         names.setdefault(pin.version, []).append(pin.name)
-    rows = lake.sql("select * from versions order by commit_version desc").to_arrow_table()
+    text = "select * from versions order by commit_version desc"
+    rows = query.execute(lake.connect(), text)
     return [{**row, "pins": names.get(row["commit_version"], [])} for row in rows.to_pylist()]
 
 
