@@ -37,6 +37,7 @@ _CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
+_PART = re.compile(r"part-\d{20}-[0-9a-f]{32}\.parquet")
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _MEND = (
     "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
@@ -63,6 +64,18 @@ class TableState:
                 urls = [unquote(u.removeprefix("file://")) for u in urls]
             self._files = sorted(urls)
         return list(self._files)
+
+    def commit_file(self, version: int) -> str | None:
+        """Name of the file that the commit of `version` added; None when it added none."""
+        names = (u.rpartition("/")[2] for u in self.files())
+        return next((n for n in names if n.startswith(f"part-{version:020d}-")), None)
+
+    def strays(self) -> list[str]:
+        """Parquet files in the table's folder that no entry of its log names."""
+        names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
+        found = {n for n in names if _PART.fullmatch(n)}
+        now = open_table(self.store, self.name)  # after the list: others commit meanwhile
+        return sorted(found - {u.rpartition("/")[2] for u in now.files()})
 
     def change_files(self) -> list[str]:
         """Those of `files` that may hold rows of another op than `add`.

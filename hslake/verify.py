@@ -18,6 +18,7 @@ from hslake.checksum import sample_checksum
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
+from hslake.pins import read_pins
 from hslake.progress import Bar
 from hslake.segment import inventory
 from hslake.segment.read import SegmentReader
@@ -27,7 +28,7 @@ LEVELS = ("manifest", "checksum", "full")
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing found wrong. `sample_ids`: the live samples it costs."""
+    """One thing found wrong. `sample_ids`: the live samples it costs; `segment_id`: "" of a pin."""
 
     segment_id: str
     what: str
@@ -36,13 +37,14 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What was looked at and what was found."""
+    """What was looked at and what was found. `warnings` may be harmless."""
 
     level: str
     samples: int = 0
     tokens: int = 0
     segments: int = 0
     damage: list[Damage] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     quarantined: int = 0
 
     @property
@@ -67,10 +69,13 @@ def verify(
     if level not in LEVELS:
         raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
     lake = open_lake(lake_url)
+    strays: list[str] = []
     for table in (lake.manifest_table(), lake.plan_table()):
         table.check()
+        strays += _strays(table)
     rows = _rows(lake, sample, where)
-    report = VerifyReport(level, len(rows), sum(r["length"] for r in rows))
+    report = VerifyReport(level, len(rows), sum(r["length"] for r in rows), warnings=strays)
+    report.damage += [Damage("", problem, ()) for problem in read_pins(lake)[1]]
     by_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_segment.setdefault(row["segment_id"], []).append(row)
@@ -84,6 +89,18 @@ def verify(
             lake, {(d.segment_id, s): d.what for d in report.damage for s in d.sample_ids}
         )
     return report
+
+
+def _strays(table: catalog.TableState) -> list[str]:
+    """A writer that died before its commit leaves the same trace as a log that lost its newest
+    entry, whose number the next commit then takes: so it is no damage, but worth a look."""
+    return [
+        f"{table.store.url(table.name)}/{name}: no entry of the log names it. Either its writer "
+        "lost a race, died before its commit or is at it now, and all is well; or the log lost its "
+        "newest entries: if what the file holds was reported as committed, restore them from a "
+        "copy before anything else commits"
+        for name in table.strays()
+    ]
 
 
 def _rows(lake: Lake, sample: int | None, where: str | None) -> list[dict[str, Any]]:

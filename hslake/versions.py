@@ -1,12 +1,12 @@
-"""History, named versions, and the removal of segments that no version names.
+"""History, and the removal of segments that no version names.
 
 The manifest is append-only, so every version stays readable as long as its segments do. Vacuum only
 removes orphans: segments that no manifest row ever added (a compactor died before its commit).
 """
 
 import hashlib
-import json
-import re
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,20 +14,10 @@ from typing import Any
 import pyarrow as pa
 
 from hslake import catalog, manifest, query
-from hslake.errors import Corrupt, InvalidInput, Missing
-from hslake.lake import Lake, open_lake
-from hslake.schemas import parse_json, validate
+from hslake.lake import open_lake
+from hslake.pins import read_pins
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A name for a manifest version; pinned versions are kept whatever their age."""
-
-    name: str
-    version: int
-    pinned_at: str
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,59 +29,21 @@ class VacuumReport:
     removed: bool
 
 
-def log(lake_url: str) -> list[dict[str, Any]]:
-    """One dict per manifest version, newest first: version, at, adds, hides, tokens, pins."""
+def log(lake_url: str, warn: Callable[[str], object] = _LOG.warning) -> list[dict[str, Any]]:
+    """One dict per manifest version, newest first: version, at, adds, hides, tokens, pins.
+
+    `warn` is told of pins that cannot be read: they are left out.
+    """
     lake = open_lake(lake_url)
     names: dict[int, list[str]] = {}
-    for pin in pins(lake):
+    good, problems = read_pins(lake)
+    for problem in problems:
+        warn(problem)
+    for pin in good:
         names.setdefault(pin.version, []).append(pin.name)
     text = "select * from versions order by commit_version desc"
     rows = query.execute(lake.connect(), text)
     return [{**row, "pins": names.get(row["commit_version"], [])} for row in rows.to_pylist()]
-
-
-def pins(lake: Lake) -> list[Pin]:
-    """All pins of a lake, by name. Raises Corrupt: a pin that is not read is not kept either."""
-    return [_read_pin(lake, p) for p in sorted(lake.store.list("pins")) if p.endswith(".json")]
-
-
-def _read_pin(lake: Lake, path: str) -> Pin:
-    where = lake.store.url(path)
-    try:
-        data = parse_json(lake.store.read(path), where)
-        validate(data, "pin", where)
-    except InvalidInput as error:
-        raise Corrupt(
-            f"{error}; restore the file from a copy, or remove it and pin again"
-        ) from None
-    if path != _pin_path(data["name"]):
-        raise Corrupt(f"{where} holds the pin {data['name']!r}: it was renamed, name it back")
-    return Pin(**data)
-
-
-def _pin_path(name: str) -> str:
-    return f"pins/{name}.json"
-
-
-def pin(lake_url: str, name: str, version: int | None = None) -> Pin:
-    """Name a version (default: the newest). A name, once given, is never moved.
-
-    Raises InvalidInput for a bad or taken name, Missing for a version that does not exist.
-    """
-    if not _NAME.fullmatch(name):
-        raise InvalidInput(f"pin {name!r}: expected letters, digits, '.', '_' or '-', at most 64")
-    lake = open_lake(lake_url)
-    if version is not None and not 0 <= version <= lake.version:
-        raise Missing(f"version {version}: the lake has versions 0 to {lake.version}")
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Pin(name, lake.version if version is None else version, at)
-    taken = [p for p in pins(lake) if p.name == name]
-    if taken:
-        if taken[0].version == found.version:
-            return taken[0]
-        raise InvalidInput(f"pin {name!r} names version {taken[0].version} already: use a new name")
-    lake.store.put_new(_pin_path(name), json.dumps(found.__dict__).encode())
-    return found
 
 
 def vacuum(

@@ -426,9 +426,8 @@ def test_a_damaged_table_file_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     end = pq.ParquetFile(file).metadata.row_group(0).column(28).data_page_offset
     for data in (bytes(end - 4), b"\xff" * (end - 4)):  # DuckDB need not name the file
         file.write_bytes(whole[:4] + data + whole[end:])
-        lake = hslake.open(made.url)
         for read in (
-            lambda: query.run(lake, "select * from samples"),
+            lambda: query.run(made.url, "select * from samples"),
             lambda: log(made.url),
             lambda: audit(made.url),
             lambda: status(made.url),

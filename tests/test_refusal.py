@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hslake
-from hslake import catalog, plan, versions
+from hslake import catalog, pins, plan
 from hslake.errors import HslakeError, NoSpace, Unavailable
 from hslake.store import open_store
 from hslake.verify import verify
@@ -115,8 +115,8 @@ def test_an_unreadable_log_and_folder(made: MadeLake, monkeypatch: pytest.Monkey
         with pytest.raises(Unavailable, match="manifest: Permission denied"):
             hslake.open(made.url)
     # A folder of pins that cannot be listed holds pins all the same.
-    versions.pin(made.url, "kept")
+    pins.pin(made.url, "kept")
     lake = hslake.open(made.url)
     monkeypatch.setattr(os, "scandir", fails(errno.EACCES, lambda p: "pins" in p, os.scandir))
     with pytest.raises(Unavailable, match="pins"):
-        versions.pins(lake)
+        pins.pins(lake)

@@ -34,7 +34,7 @@ def log(
     """History: one line for each version that changed samples."""
     import hslake.versions
 
-    rows = hslake.versions.log(lake)
+    rows = hslake.versions.log(lake, warn=lambda problem: note(f"warning: {problem}"))
     shown = rows[:limit] if limit else rows
     if json:
         print_json(shown)
@@ -60,10 +60,10 @@ def pin(
 ) -> None:
     """Name a version, so that it is kept. A name never moves."""
     import hslake
-    import hslake.versions
+    import hslake.pins
 
     if show:
-        pins = hslake.versions.pins(hslake.open(lake))
+        pins = hslake.pins.pins(hslake.open(lake))
         if json:
             print_json(pins)
         else:
@@ -72,7 +72,7 @@ def pin(
         return
     if not name:
         raise InvalidInput("expected a NAME for the version: hslake pin LAKE NAME (or --list)")
-    made = hslake.versions.pin(lake, name, version)
+    made = hslake.pins.pin(lake, name, version)
     if json:
         print_json(made)
     else:

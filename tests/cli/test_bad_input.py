@@ -256,9 +256,16 @@ def test_damaged_pins(lake: str) -> None:
     other = json.dumps({"name": "b", "version": 0, "pinned_at": "2026-01-02T03:04:05+00:00"})
     for text, message in (("{", "is not JSON"), ("{}", "'name' is a required"), (other, "'b'")):
         path.write_text(text)
-        for args in (("log", lake), ("pin", lake, "--list"), ("pin", lake, "new")):
+        for args in (("pin", lake, "--list"), ("pin", lake, "a")):
             refused(call(*args), str(path), message, code=1)
+        found = call("log", lake)  # which goes on without it, and says so
+        assert found.exit_code == 0 and f"warning: {path}" in found.stderr
+        for level in ("manifest", "full"):
+            found = call("verify", lake, "--level", level, "--quarantine")
+            refused(found, "1 findings, 0 samples", code=1)
+            assert str(path) in found.stdout and message in found.stdout
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+    assert call("pin", lake, "new").exit_code == 0
 
 
 def test_damaged_table_files(tmp_path: Path) -> None:
