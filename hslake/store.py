@@ -34,7 +34,8 @@ _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
 
 
-_TEMP = re.compile(r"\..*\.tmp")
+_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as _temp names them
+_PROBE = ".hslake-probe-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -250,6 +251,14 @@ class Store:
         with self.errors(path):
             return self.fs.isfile(self._key(path))
 
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in a local `path`, empty ones too."""
+        if not self.is_local:
+            return []
+        with contextlib.suppress(Missing), self.errors(path):
+            return sorted(e.name for e in os.scandir(self.local(path)) if e.is_dir())
+        return []
+
     def list(self, path: str = "") -> list[str]:
         """Paths of all objects below `path`, sorted; none when there is nothing."""
         if self.is_local:
@@ -272,6 +281,27 @@ class Store:
                 for name in names:
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
 
+    def leftovers(self, before: float) -> dict[str, int]:
+        """What killed writers and probes left in a local lake: path to size, last written at
+        `before` (a Unix time) or earlier. Object stores show only whole objects."""
+        found = {}
+        for path in self._walk("") if self.is_local else ():
+            folder, _, name = path.rpartition("/")
+            if _TEMP.fullmatch(name) or (not folder and name.startswith(_PROBE)):
+                with contextlib.suppress(Missing), self.errors(path):
+                    status = self.local(path).stat()
+                    if status.st_mtime <= before:
+                        found[path] = status.st_size
+        return found
+
+    def delete_empty(self, path: str) -> None:
+        """Delete the folder `path` and those below it, as far as they are empty."""
+        if not self.is_local:
+            return
+        for folder, _, _ in os.walk(self.local(path), topdown=False):
+            with contextlib.suppress(OSError):  # not empty, or not ours to delete
+                Path(folder).rmdir()
+
     def delete(self, path: str) -> None:
         """Delete one object; nothing happens when it is not there."""
         if self.is_local:
@@ -286,7 +316,7 @@ class Store:
 
         Raises CheckFailed when the store lets the second through, Missing when it has no bucket.
         """
-        path = f".hslake-probe-{uuid.uuid4().hex}"
+        path = f"{_PROBE}{uuid.uuid4().hex}"
         try:
             self.put_new(path, b"1")
         except Missing:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from hslake import catalog, manifest, query
-from hslake.lake import open_lake
+from hslake.lake import Lake, open_lake
 from hslake.pins import read_pins
 
 _LOG = logging.getLogger(__name__)
@@ -22,11 +22,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VacuumReport:
-    """Orphaned segments found, how many bytes they take, and whether they were removed."""
+    """What was found, how many bytes it takes, and whether it was removed.
+
+    `segments`: those that no row names; `leftovers`: files that a killed writer never finished.
+    """
 
     segments: tuple[str, ...]
     bytes: int
     removed: bool
+    leftovers: tuple[str, ...] = ()
 
 
 def log(lake_url: str, warn: Callable[[str], object] = _LOG.warning) -> list[dict[str, Any]]:
@@ -49,10 +53,10 @@ def log(lake_url: str, warn: Callable[[str], object] = _LOG.warning) -> list[dic
 def vacuum(
     lake_url: str, retain: timedelta = timedelta(days=30), dry_run: bool = False
 ) -> VacuumReport:
-    """Remove segments that no manifest row names and that are older than `retain`.
+    """Remove segments that no manifest row names, and unfinished files, older than `retain`.
 
-    They are condemned in the manifest first, so a compactor that is slow to commit one aborts and
-    writes it again instead of naming what is gone.
+    Segments are condemned in the manifest first, so a compactor that is slow to commit one aborts
+    and writes it again instead of naming what is gone.
     """
     lake = open_lake(lake_url)
     objects = list(lake.store.list("segments"))
@@ -60,10 +64,21 @@ def vacuum(
     named = manifest.segments(catalog.open_table(lake.store, "manifest"), "add")
     limit = datetime.now(UTC) - retain
     orphans = sorted(s for s in stored - named if _born(s) < limit)
+    left = lake.store.leftovers(limit.timestamp())
     size = sum(lake.store.size(p) for p in objects if p.split("/")[1] in set(orphans))
-    if dry_run or not orphans:
-        return VacuumReport(tuple(orphans), size, False)
+    size += sum(left.values())
+    if dry_run:
+        return VacuumReport(tuple(orphans), size, False, tuple(left))
+    removed = _remove_orphans(lake, objects, orphans) if orphans else ()
+    for path in left:
+        lake.store.delete(path)
+    for segment in lake.store.folders("segments"):
+        if segment not in named and _born(segment) < limit:
+            lake.store.delete_empty(f"segments/{segment}")
+    return VacuumReport(removed, size, bool(removed or left), tuple(left))
 
+
+def _remove_orphans(lake: Lake, objects: list[str], orphans: list[str]) -> tuple[str, ...]:
     def build(now: catalog.TableState) -> pa.Table | None:
         named = manifest.segments(now, "add")
         return manifest.rows(_condemn(s) for s in orphans if s not in named)
@@ -80,7 +95,7 @@ def vacuum(
     for path in objects:
         if path.split("/")[1] in doomed:
             lake.store.delete(path)
-    return VacuumReport(tuple(sorted(doomed)), size, True)
+    return tuple(sorted(doomed))
 
 
 def _born(segment_id: str) -> datetime:

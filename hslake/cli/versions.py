@@ -88,7 +88,7 @@ def vacuum(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Remove segments that no version names.
+    """Remove segments that no version names, and unfinished files.
 
     They are left when a compactor dies before its commit.
     """
@@ -100,9 +100,14 @@ def vacuum(
         print_json(report)
         return
     verb = "removed" if report.removed else ("would remove" if dry_run else "found")
-    print(f"{verb} {len(report.segments)} orphaned segments, {format_bytes(report.bytes)}")
+    count = len(report.segments)
+    print(f"{verb} {count} orphaned segments; {format_bytes(report.bytes)} in all")
     for segment in report.segments:
         print(f"  {segment}")
+    if report.leftovers:
+        print(f"{verb} {len(report.leftovers)} files that killed writers never finished")
+    for path in report.leftovers:
+        print(f"  {path}")
 
 
 def register(app: typer.Typer) -> None:
