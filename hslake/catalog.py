@@ -259,7 +259,7 @@ def _check_log(store: Store, name: str) -> int | None:
         actions = [json.loads(line) for line in last.read_bytes().splitlines() if line.strip()]
         kinds = {k for a in actions for k in a}
         operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; {_MEND}") from None
     if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
         raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; {_MEND}")
