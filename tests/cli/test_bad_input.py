@@ -234,6 +234,9 @@ def spec_with(**change: Any) -> Callable[[bytes], bytes]:
         (spec_with(streams=["final", "2"]), "streams: found ['final', '2']"),
         (spec_with(codec=None), "codec: None is not one of"),
         (spec_with(extra=1), "'extra' was unexpected"),
+        (spec_with(dtype="float16"), "digest: found"),  # another model of as many bytes
+        (spec_with(digest="0" * 64), "digest: found"),
+        (spec_with(lake_id="0" * 32), "the file was changed"),
     ],
 )
 def test_damaged_specs(lake: str, damage: Callable[[bytes], bytes], message: str) -> None:
@@ -245,6 +248,15 @@ def test_damaged_specs(lake: str, damage: Callable[[bytes], bytes], message: str
     with pytest.raises(InvalidInput):
         hslake.open(lake)
     assert snapshot(lake) == before
+
+
+def test_a_spec_without_a_digest_opens(lake: str) -> None:
+    path = Path(lake) / "hslake.json"
+    document = json.loads(path.read_text())
+    text = json.dumps({k: v for k, v in document.items() if k != "digest"}, sort_keys=True)
+    assert document.pop("digest") and hslake.open(lake).spec.to_json() == path.read_text()
+    path.write_text(text)
+    assert hslake.open(lake).spec.codec == document["codec"]
 
 
 def test_a_spec_that_cannot_be_read(lake: str) -> None:
