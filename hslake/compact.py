@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ import pyarrow as pa
 
 from hslake import catalog, manifest, query
 from hslake.checksum import sample_checksum
+from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput
-from hslake.ids import token_hash
+from hslake.ids import PROBE_PREFIX, token_hash
 from hslake.lake import Lake, open_lake
 from hslake.progress import Bar
 from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
-from hslake.staging.locks import Lock, try_lock
+from hslake.staging.locks import Lock, is_locked, try_lock
 from hslake.staging.part import DONE, JOURNAL, READ_LOCK, SEALED, PartInfo, Reserved
 from hslake.staging.reader import (
     WriterDir,
@@ -44,34 +45,6 @@ log = logging.getLogger("hslake.compact")
 
 DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
 _LOOK_S = 0.1  # between looks at `stop` while waiting
-
-
-@dataclass
-class CompactReport:
-    """What one call did.
-
-    `waiting`: samples still arriving in the parts read last. `abandoned`: reason -> samples given
-    up; `damage`: journals and rows that do not read; extract asks for both again. `refused`: parts
-    of another lake or model, left alone. `stopped`: ended by `stop`, so what was not committed is
-    still in staging.
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    segments: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    abandoned: dict[str, int] = field(default_factory=dict)
-    damage: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    waiting: int = 0
-    version: int | None = None
-    stopped: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Nothing was damaged and nothing refused."""
-        return not self.damage and not self.refused
 
 
 class _Stopped(Exception):
@@ -106,15 +79,27 @@ def compact(
     is not there (or no lake), before anything is written.
     """
     report, roots = CompactReport(), [Path(r) for r in staging_roots]
+    told: list[str] = []
     while True:
         try:
             _pass(lake_url, roots, watch, segment_tokens, progress, report, stop)
         except _Stopped:
             report.stopped = True
             return report
+        finally:
+            if watch:  # for days: the report would come too late
+                _log_new(report.messages(), told)
         if not watch or _stops_within(interval_s, stop):
             report.stopped = watch
             return report
+
+
+def _log_new(messages: list[str], told: list[str]) -> None:
+    """Log what was not said at the last pass."""
+    for message in messages:
+        if message not in told:
+            log.warning("%s", message)
+    told[:] = messages
 
 
 def _stops_within(seconds: float, stop: Callable[[], bool]) -> bool:
@@ -138,6 +123,7 @@ def _pass(
 ) -> None:
     spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
+    report.skipped = []
     held: list[Lock] = []
     dead: set[Path] = set()
     mine: list[WriterDir] = []
@@ -148,6 +134,8 @@ def _pass(
             # it look alive, and its parts would vanish under us.
             mine_alone = try_lock(found.path / COMPACT_LOCK)
             if mine_alone is None:
+                if is_locked(found.path / COMPACT_LOCK):  # else the folder has just gone
+                    tell(report.skipped, found.path.name)
                 continue
             held.append(mine_alone)
             writer = read_writer(found.path)
@@ -196,18 +184,11 @@ def _sources(
                 found.append(_Source(info, lock, info.sealed or dead))
                 continue
         except InvalidInput as error:
-            _tell(report.refused, f"{error}; refused and left alone")
+            tell(report.refused, f"{error}; refused and left alone")
         except Corrupt as error:
-            _tell(report.damage, f"{error}; left alone")
+            tell(report.damage, f"{error}; left alone")
         lock.release()
     return found
-
-
-def _tell(messages: list[str], message: str) -> None:
-    """Once, and at once: a watching compactor runs for days."""
-    if message not in messages:
-        messages.append(message)
-        log.warning("%s", message)
 
 
 @dataclass(frozen=True)
@@ -222,7 +203,9 @@ def _choose(
 ) -> list[_Pick]:
     """Complete samples that are planned and not live, one attempt each; the rest is counted."""
     complete = [(s, r) for s in sources for r in s.info.reserved if r.state == "complete"]
-    live = manifest.live_ids(lake.manifest_table()) if complete else set()
+    table = lake.manifest_table() if complete else None
+    live = manifest.live_ids(table) if table else set()
+    committed = manifest.attempts(table, {r.attempt for _, r in complete}) if table else set()
     plan = _plan_rows(lake, {r.sample_id for _, r in complete} - live)
     picks: dict[str, _Pick] = {}
     abandoned: Counter[str] = Counter(report.abandoned)
@@ -231,8 +214,10 @@ def _choose(
             raise _Stopped
         reason = None
         if row.sample_id in live or row.sample_id in picks:
-            reason = "already in the lake"
-        elif row.sample_id not in plan:
+            # One committed from a part that was open then, or just before a crash, is no duplicate.
+            report.duplicates += source.final and row.attempt not in committed
+            continue
+        if row.sample_id not in plan:
             reason = "not in the plan"
         else:
             pick = _Pick(source.info, row, plan[row.sample_id])
@@ -240,18 +225,24 @@ def _choose(
             if reason is None:
                 picks[row.sample_id] = pick
         # Counted once, when the part goes: a live writer's open part is read on every pass.
-        if reason is not None and source.final:
+        if reason is not None and source.final and not _is_probe(row):
             abandoned[reason] += 1
     for source in sources:
         if source.final:
             abandoned.update(
-                r.reason or "writer died" for r in source.info.reserved if r.state != "complete"
+                r.reason or "writer died"
+                for r in source.info.reserved
+                if r.state != "complete" and not _is_probe(r)
             )
         if source.info.damage:
-            _tell(report.damage, source.info.damage)
+            tell(report.damage, source.info.damage)
     report.abandoned = dict(abandoned)
     report.waiting = sum(r.state == "open" for s in sources if not s.final for r in s.info.reserved)
     return list(picks.values())
+
+
+def _is_probe(row: Reserved) -> bool:
+    return row.sample_id.startswith(PROBE_PREFIX)
 
 
 def _damage(pick: _Pick, report: CompactReport) -> str | None:
@@ -259,7 +250,7 @@ def _damage(pick: _Pick, report: CompactReport) -> str | None:
     try:
         hidden, ids = read_rows(pick.part, pick.row)
     except (Corrupt, InvalidInput) as error:
-        _tell(report.damage, str(error))
+        tell(report.damage, str(error))
         return "rows do not read"
     if pick.plan["length"] != pick.row.length or token_hash(ids) != pick.plan["token_hash"]:
         return "tokens differ from the plan"
@@ -322,7 +313,11 @@ def _publish(lake: Lake, batch: list[_Pick], report: CompactReport, progress: Ba
     report.raw_bytes += info.raw_bytes
     report.stored_bytes += info.stored_bytes
     if progress is not None:
-        progress.advance(sum(p.row.length for p in added))
+        tokens = sum(p.row.length for p in added)
+        progress.advance(tokens)
+        progress.note(
+            f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}"
+        )
 
 
 def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:

@@ -87,7 +87,10 @@ def run_demo(
             checks.append(_through_server(show, run, lake_url, model_dir, staging, python))
         else:
             _through_transformers(show, lake_url, model_dir, staging)
-        with show.phase("compact", "staging -> lake"), Progress(planned.tokens, "compact") as bar:
+        with (
+            show.phase("compact", "staging -> lake"),
+            Progress(planned.tokens, "compact (tokens)") as bar,
+        ):
             moved = compact(lake_url, [staging], progress=bar)
             show.note(f"{moved.samples} samples in {moved.segments} segments")
 
@@ -202,7 +205,7 @@ def _through_transformers(show: Show, lake_url: str, model_dir: Path, staging: P
 def _checks(show: Show, lake_url: str) -> list[Check]:
     with show.phase("verify", "decode every sample, recompute every checksum"):
         tokens = query.run(lake_url, "select sum(length)::bigint as n from samples").to_pylist()
-        with Progress(tokens[0]["n"], "verify") as bar:
+        with Progress(tokens[0]["n"], "verify (tokens)") as bar:
             found = verify(lake_url, "full", progress=bar)
         if not found.ok:
             first = found.damage[0]

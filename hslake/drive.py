@@ -36,6 +36,7 @@ class Limits:
     patience: float = 1800.0  # without any server, or without any sample captured
     request_timeout: float = 900.0
     status_timeout: float = 20.0
+    stall: float = 30.0  # without any sample captured, before a warning
     ack_timeout: float = 60.0  # between a server's answer and the event of the attempt
     backoff: float = 0.5  # before the first retry; doubles
     backoff_max: float = 30.0
@@ -55,11 +56,12 @@ class Driver:
         read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
         *,
         limits: Limits,
+        when_full: str = "run `hslake compact LAKE --staging DIR --watch`",
         on_captured: Callable[[Item, str], None] = lambda item, writer: None,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.lake_id = lake_id
-        self.limits = limits
+        self.limits, self.when_full = limits, when_full
         self.queue = JobQueue(items, read_ids)
         self.slots = [Slot(self, server) for server in servers]
         self.attempts: dict[str, Job] = {}  # of jobs that are not done
@@ -109,31 +111,42 @@ class Driver:
             waited = time.monotonic() - self._progress
             up = [slot for slot in self.slots if slot.up]
             flights = sum(len(slot.flights) for slot in self.slots)
-            self._on_note(self._now(up, flights, waited))
-            if waited < 30 or flights:
+            cause = self.stalled(min(5.0, limits.stall))
+            self._on_note(self._now(up, flights, cause))
+            if waited < limits.stall:
                 warned = False
-            elif not warned:
+            elif cause and not warned:
                 warned = True
-                log.warning("nothing captured for %.0f s: %s", waited, self._waits_for(up))
+                log.warning("nothing captured for %.0f s: %s", waited, cause)
             # A slow server may need most of its request timeout for what is on its way.
             if waited > (max(patience, limits.request_timeout) if flights else patience):
                 self.stop(self._waits_for(up))
 
-    def _now(self, up: list[Slot], flights: int, waited: float) -> str:
+    def stalled(self, after: float) -> str | None:
+        """What the run waits for, when nothing was captured for `after` seconds and nothing that
+        may still come is on its way."""
+        up = [slot for slot in self.slots if slot.up]
+        if time.monotonic() - self._progress < after:
+            return None
+        # Requests that found no room stay on their way until they time out: no hope in them.
+        idle = not any(slot.flights for slot in self.slots) or all(slot.starved for slot in up)
+        return self._waits_for(up) if idle else None
+
+    def _now(self, up: list[Slot], flights: int, cause: str | None) -> str:
         parts = [f"{self.left:,} left", f"{flights} in flight"]
         if len(up) < len(self.slots):
             parts.append(f"{len(up)} of {len(self.slots)} servers")
         if self.retried:
             parts.append(f"{self.retried} retries")
-        if waited > 5 and not flights:
-            parts.append(self._waits_for(up))
+        if cause:
+            parts.append(cause)
         return ", ".join(parts)
 
     def _waits_for(self, up: list[Slot]) -> str:
         if not up:
             return "no server answers: " + "; ".join(s.reason for s in self.slots)
         if all(slot.starved for slot in up):
-            return "staging is full: is `hslake compact --watch` running?"
+            return f"staging is full: {self.when_full}"
         return "the servers acknowledge nothing: see /hslake/status and their logs"
 
     def wake(self) -> None:

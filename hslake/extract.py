@@ -7,6 +7,7 @@ waits for the compactor stands in staging, and everything else is asked for.
 import asyncio
 import contextlib
 import re
+import shlex
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import hslake
 from hslake.drive import Driver, Limits
-from hslake.errors import CheckFailed, InvalidInput, Missing
+from hslake.errors import CheckFailed, InvalidInput, Missing, without_secrets
 from hslake.extractreport import (
     INTERRUPTED,
     LIMITED,
@@ -37,6 +38,7 @@ from hslake.worklist import (
     Item,
     Worklist,
     captured_attempts,
+    committed_attempts,
     read_ids,
     waiting_samples,
     worklist,
@@ -160,6 +162,8 @@ class _Run:
         self.captures: Counter[str] = Counter()  # sample id -> acknowledgements in this call
         self.writers: dict[str, str] = {}  # sample id -> writer of the last of them
         self.gave_up: dict[str, str] = {}  # sample id -> why it is not asked for again
+        self.unheard: dict[str, Item] = {}  # attempt -> its sample, sent and not acknowledged
+        self.chosen: set[str] | None = None  # what --limit allows, settled at the first look
         self.tokens = self.retried = self.dropped = 0
         self.uses: dict[str, ServerUse] = {}
 
@@ -177,6 +181,7 @@ class _Run:
             waiting = await asyncio.to_thread(self._waiting, lake, listing, statuses)
             todo = self._todo(listing, waiting)
             if not todo or self.stopped or self.stop.is_set():
+                await asyncio.to_thread(self._hear_late, lake, statuses)
                 return self._report(listing, waiting, todo)
             before = sum(self.captures.values())
             await self._drive(lake, todo)
@@ -253,9 +258,11 @@ class _Run:
                 )
                 continue
             todo.append(item)
-        if self.options.limit is not None:
-            todo = todo[: max(0, self.options.limit - len(self.captures) - len(self.gave_up))]
-        return todo
+        if self.options.limit is None:
+            return todo
+        if self.chosen is None:
+            self.chosen = {item.sample_id for item in todo[: self.options.limit]}
+        return [item for item in todo if item.sample_id in self.chosen]
 
     # -- the work ------------------------------------------------------------------------------
 
@@ -274,6 +281,7 @@ class _Run:
                 todo,
                 lambda items: read_ids(lake, items),
                 limits=self.options.limits,
+                when_full=self._when_full(),
                 on_captured=captured,
                 on_note=bar.note,
             )
@@ -286,9 +294,18 @@ class _Run:
 
     async def _stop(self, driver: Driver) -> None:
         await self.stop.wait()
-        driver.stop(INTERRUPTED)
+        cause = driver.stalled(min(5.0, self.options.limits.stall))
+        driver.stop(f"{INTERRUPTED} while {cause}" if cause else INTERRUPTED)
+
+    def _when_full(self) -> str:
+        """What to do about staging that is full, to be copied into a shell."""
+        roots = [f"--staging {shlex.quote(str(root))}" for root in self.options.staging]
+        lake = shlex.quote(without_secrets(self.lake_url))
+        command = f"run `hslake compact {lake} {' '.join(roots) or '--staging DIR'} --watch`"
+        return command if roots else f"{command}, DIR as given to `hslake serve`"
 
     def _collect(self, driver: Driver) -> None:
+        self.unheard |= {attempt: job.item for attempt, job in driver.attempts.items()}
         self.gave_up |= driver.refused
         self.gave_up |= {
             name: f"failed {self.options.limits.tries} times, last: {why}"
@@ -309,6 +326,15 @@ class _Run:
                 old.outages + slot.outages,
             )
 
+    def _hear_late(self, lake: Lake, statuses: list[ServerStatus]) -> None:
+        """Count what a server captured and could not say any more, as it died."""
+        there = committed_attempts(lake, self.unheard) | captured_attempts(statuses).keys()
+        late = {i.sample_id: i for a, i in self.unheard.items() if a in there}
+        for name, item in late.items():
+            if not self.captures[name]:
+                self.captures[name] = 1
+                self.tokens += item.length
+
     # -- the end -------------------------------------------------------------------------------
 
     def _report(self, listing: Worklist, waiting: set[str], todo: list[Item]) -> ExtractReport:
@@ -323,7 +349,7 @@ class _Run:
                 continue
             why = self.gave_up.get(name)
             if why is None and name in asked:
-                why = INTERRUPTED if interrupted else self.stopped or "not captured"
+                why = self.stopped or (INTERRUPTED if interrupted else "not captured")
             why = why or LIMITED
             key = shown.setdefault(re.sub(r"\d[\d,.]*", "#", why), why)
             counts[key] += 1

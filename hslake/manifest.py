@@ -3,10 +3,11 @@
 The SQL twin, for readers, is in `hslake.views`; this is for commits, which decide on a TableState.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hslake.catalog import TableState
 from hslake.schemas import arrow_schema
@@ -30,6 +31,13 @@ def live(state: TableState) -> set[tuple[str, str]]:
 def live_ids(state: TableState) -> set[str]:
     """Ids of the live samples."""
     return {sample_id for sample_id, _ in live(state)}
+
+
+def attempts(state: TableState, wanted: Collection[str]) -> set[str]:
+    """Those of the `wanted` attempts that were committed once."""
+    column = state.arrow(["attempt"])["attempt"]
+    found = column.filter(pc.is_in(column, pa.array(wanted, column.type)))
+    return set(found.to_pylist())
 
 
 def segments(state: TableState, op: str) -> set[str]:

@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 from hslake.errors import InvalidInput, Missing, Unavailable, reason
 from hslake.store import check_no_password
 
-COLUMNS = ("sample_id", "source", "split", "input_ids", "loss_mask", "text", "messages")
+CHATS = ("messages", "conversations")
+_CONTENT = ("input_ids", "text", *CHATS)  # a row has one of them
+COLUMNS = ("sample_id", "source", "split", "loss_mask", *_CONTENT)
 SUFFIXES = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -32,7 +34,7 @@ SUFFIXES = {
 _INT32_MAX = 2**31 - 1
 _BATCH_ROWS = 512
 
-# (column "text" or "messages", its value, where) -> (input_ids, loss_mask)
+# (column "text" or one of CHATS, its value, where) -> (input_ids, loss_mask)
 Tokenize = Callable[[str, Any, str], tuple[list[int], list[int]]]
 
 
@@ -220,11 +222,11 @@ def int_lists(column: pa.Array) -> list[Any]:
 def _row(
     where: str, values: Mapping[str, Any], vocab_size: int | None, tokenize: Tokenize | None
 ) -> PlanRow:
-    found = [name for name in ("input_ids", "text", "messages") if values.get(name) is not None]
+    found = [name for name in _CONTENT if values.get(name) is not None]
     if not found:
         raise InvalidInput(
             f"{where}: input_ids: missing; expected a list of token ids (or, with --tokenizer, "
-            "`text` or `messages`)"
+            "`text`, `messages` or `conversations`)"
         )
     mask = values.get("loss_mask")
     if found[0] == "input_ids":

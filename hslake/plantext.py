@@ -1,8 +1,9 @@
-"""Tokens and loss mask of `text` and `messages` in a plan file, by the model's tokenizer.
+"""Tokens and loss mask of `text` and chats in a plan file, by the model's tokenizer.
 
-`text` is supervised everywhere. Of `messages`, the assistant's turns are: by the chat template's
-own generation marks where it has them, otherwise by rendering turn by turn, and only where the
-rendered beginnings are exact beginnings of the whole conversation.
+`text` is supervised everywhere. Of a chat (`messages` with role and content, or `conversations`
+with ShareGPT's from and value), the assistant's turns are: by the chat template's own generation
+marks where it has them, otherwise by rendering turn by turn, and only where the rendered beginnings
+are exact beginnings of the whole conversation.
 """
 
 import re
@@ -10,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hslake.errors import InvalidInput, Missing
-from hslake.planfile import Tokenize
+from hslake.planfile import CHATS, Tokenize
 
+# ShareGPT's names of the roles.
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -34,7 +43,7 @@ def tokenizer(folder: str) -> Tokenize:
         raise InvalidInput(f"--tokenizer {folder}: cannot be loaded: {error}") from error
 
     def tokenize(column: str, value: Any, where: str) -> tuple[list[int], list[int]]:
-        if column == "messages":
+        if column in CHATS:
             return _messages(loaded, value, where)
         if not isinstance(value, str):
             raise InvalidInput(f"{where}: found {type(value).__name__}, expected text")
@@ -124,15 +133,24 @@ def _render(tok: Any, turns: list[dict[str, str]], prompt: bool) -> list[int]:
 def _check(value: Any, where: str) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise InvalidInput(f"{where}: found {type(value).__name__}, expected a list of turns")
-    turns = []
-    for i, turn in enumerate(value):
-        texts = isinstance(turn, dict) and [turn.get("role"), turn.get("content")]
-        if not texts or not all(isinstance(t, str) for t in texts):
-            raise InvalidInput(f"{where}: turn {i + 1}: expected text in `role` and `content`")
-        unknown = {k for k, v in turn.items() if v is not None} - {"role", "content"}
-        if unknown:
+    return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(value, 1)]
+
+
+def _turn(turn: Any, where: str) -> dict[str, str]:
+    """A turn as role and content, from either style."""
+    given = {k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else {}
+    if "from" in given and "role" not in given:
+        role = _ROLES.get(given.pop("from"), "")
+        if not role:
             raise InvalidInput(
-                f"{where}: turn {i + 1}: `{min(unknown)}` is not supported yet; give input_ids"
+                f"{where}: from {turn['from']!r}: expected one of {', '.join(_ROLES)}"
             )
-        turns.append({"role": turn["role"], "content": turn["content"]})
-    return turns
+        given = {"role": role, "content": given.pop("value", None), **given}
+    role, content = given.pop("role", None), given.pop("content", None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise InvalidInput(
+            f"{where}: expected text in `role` and `content` (or in `from` and `value`)"
+        )
+    if given:
+        raise InvalidInput(f"{where}: `{min(given)}` is not supported yet; give input_ids")
+    return {"role": role, "content": content}

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -278,9 +279,13 @@ class Server:
             path += "?since=" + ",".join(f"{w}:{c}" for w, c in since.items())
         status, text = await self._get_or_post("GET", path)
         if status == 404:
+            why = "this server runs without the dump hook; start it with"
+            root = urlsplit(self.url)
+            if root.path:
+                why = f"--server must be the server's root (here perhaps {root.scheme}://"
+                why += f"{root.netloc}), or it runs without the dump hook: start it with"
             raise ServerDown(
-                f"{self.url}{STATUS_PATH}: not found: this server runs without the dump hook; "
-                "start it with `hslake serve LAKE --staging DIR -- …`"
+                f"{self.url}{STATUS_PATH}: not found: {why} `hslake serve LAKE --staging DIR -- …`"
             )
         if status != 200:
             raise ServerDown(f"{self.url}{STATUS_PATH}: HTTP {status}: {_message(text)}")

@@ -71,6 +71,7 @@ class Slot:
 
     async def run(self) -> None:
         """Until cancelled."""
+        self.reason = f"{self.server.url} has not answered yet"  # a busy one takes its time
         try:
             while True:
                 await (self._work() if self.up else self._try_again())

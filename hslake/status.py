@@ -9,8 +9,11 @@ from pathlib import Path
 
 import hslake
 from hslake import query
+from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake
 from hslake.server import (
+    CAPTURED,
+    Event,
     Server,
     ServerDown,
     ServerStatus,
@@ -23,6 +26,7 @@ from hslake.slot import unfit
 from hslake.worklist import captured_attempts, waiting_samples
 
 _RATE_MINUTES = 15
+_IDLE_S = 60.0  # without a commit, at least, before nothing is taken to be going on
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Coverage:
 class WriterState:
     """One writer's staging: rows in all and free, what it captured and dropped since it started.
 
-    `seen_at`: the server or staging folder that told. `updated_at`: UTC.
+    `seen_at`: the server or staging folder that told. `samples_captured` leaves preflight's probes
+    out; `tokens_captured` is the writer's own figure, with them. `updated_at`: UTC.
     """
 
     seen_at: str
@@ -74,7 +79,8 @@ class StatusReport:
     """Where a lake stands. `waiting` figures are None when neither server nor staging was given.
 
     `tokens_left`: planned and not committed. `tokens_per_second`: committed over the last quarter
-    of an hour, None without a commit in it; `eta_seconds` follows from it. `expected_bytes`: what
+    of an hour, None without a commit in it; `eta_seconds` follows from it, None also when nothing
+    is going on: commits have ceased, or every writer has ended. `expected_bytes`: what
     the spec's estimate foresees for the tokens committed so far; None without an estimate.
     """
 
@@ -120,7 +126,9 @@ def status(
     waiting = _waiting(lake, statuses) if statuses else None
     rows = _coverage(lake, waiting or {})
     forecast = query.run(lake, "forecast").to_pylist()[0]
-    rate = _rate(lake)
+    rate, going_on = _rate(lake)
+    writers = _writers(told)
+    going_on = going_on and (not writers or any(w.alive for w in writers))
     left = sum(r.planned_tokens - r.committed_tokens for r in rows)
     estimate = lake.spec.estimate
     expected = None
@@ -139,7 +147,7 @@ def status(
         committed_tokens=sum(r.committed_tokens for r in rows),
         tokens_left=left,
         tokens_per_second=rate,
-        eta_seconds=left / rate if rate else None,
+        eta_seconds=left / rate if rate and going_on else None,
         stored_bytes=forecast["stored_bytes"],
         raw_bytes=forecast["raw_bytes"],
         forecast_bytes=forecast["forecast_stored_bytes"],
@@ -148,7 +156,7 @@ def status(
         servers=[
             ServerState(url, _state(found, lake)) for url, found in told if url.startswith("http")
         ],
-        writers=_writers(told),
+        writers=writers,
     )
 
 
@@ -193,13 +201,17 @@ def _writers(told: Sequence[tuple[str, ServerStatus | ServerDown]]) -> list[Writ
             w.error,
             w.capacity_rows,
             w.free_rows,
-            w.samples_captured,
+            w.samples_captured - sum(map(_is_probe, w.events)),
             w.tokens_captured,
             w.dropped,
             datetime.fromtimestamp(w.updated_at, UTC),
         )
         for where, w in found.values()
     ]
+
+
+def _is_probe(event: Event) -> bool:
+    return event.state == CAPTURED and event.sample_id.startswith(PROBE_PREFIX)
 
 
 def _waiting(lake: Lake, statuses: Sequence[ServerStatus]) -> dict[tuple[str, str], Counter[str]]:
@@ -243,15 +255,20 @@ def _coverage(lake: Lake, waiting: dict[tuple[str, str], Counter[str]]) -> list[
     return rows
 
 
-def _rate(lake: Lake) -> float | None:
-    """Tokens committed a second over the last minutes."""
+def _rate(lake: Lake) -> tuple[float | None, bool]:
+    """Tokens committed a second over the last minutes up to the last commit, and whether one was
+    made lately, as commits go here."""
     row = query.run(
         lake,
         f"""
-        select sum(length) as tokens, epoch(now() - min(captured_at)) as seconds
-        from samples where committed_at > now() - interval {_RATE_MINUTES} minute
+        with commits as (
+            select committed_at as made, sum(length) as tokens, min(captured_at) as first
+            from samples where committed_at > now() - interval {_RATE_MINUTES} minute group by all
+        ), gaps as (select *, epoch(made - lag(made) over (order by made)) as gap from commits)
+        select sum(tokens) as tokens, epoch(max(made) - min(first)) as seconds,
+            epoch(now() - max(made)) as since, max(gap) as gap from gaps
         """,
     ).to_pylist()[0]
     if not row["tokens"] or not row["seconds"] or row["seconds"] <= 0:
-        return None
-    return float(row["tokens"]) / float(row["seconds"])
+        return None, False
+    return float(row["tokens"]) / row["seconds"], row["since"] < max(_IDLE_S, 2 * (row["gap"] or 0))

@@ -23,7 +23,7 @@ def eagle3_boundaries(num_layers: int) -> tuple[int, ...]:
     found = (2, num_layers // 2, num_layers - 3)
     if not 0 < found[0] < found[1] < found[2]:
         raise InvalidInput(
-            f"--capture eagle3 needs at least 8 layers, the model has {num_layers}: "
+            f"--capture eagle3 needs at least 7 layers, the model has {num_layers}: "
             "name the boundaries, for example --capture 1,2,3,final"
         )
     return found
@@ -119,6 +119,11 @@ def draft_ids(
         raise InvalidInput(
             f"boundary {num_layers} (before the final norm) has no id in hf: its last entry is "
             "after the norm"
+        )
+    if boundaries[0] == 0 and _offset(engine, (), architecture) == 1:
+        raise InvalidInput(
+            f"boundary 0 (the embedding) has no layer id in {convention}, whose id 0 is boundary "
+            "1: a draft for it needs a lake without boundary 0"
         )
     for offset in (1, 0):
         ids = [b - offset for b in boundaries]

@@ -63,8 +63,9 @@ def verify(
     """Check the lake's live samples; with `quarantine`, hide the damaged ones from the manifest.
 
     `sample`: look at that many samples only, chosen by md5 of their ids; `where`: SQL over
-    `samples`. Raises InvalidInput for an unknown level or a condition DuckDB refuses, Corrupt when
-    a file of the manifest or the plan itself is damaged: nothing it says could be relied on.
+    `samples`. Raises InvalidInput for an unknown level or a condition that DuckDB refuses or no
+    sample meets, Corrupt when a file of the manifest or the plan itself is damaged: nothing it says
+    could be relied on.
     """
     if level not in LEVELS:
         raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
@@ -74,6 +75,8 @@ def verify(
         table.check()
         strays += _strays(table)
     rows = _rows(lake, sample, where)
+    if where and not rows:
+        raise InvalidInput(f"--where {where!r} selects no sample of the lake")
     report = VerifyReport(level, len(rows), sum(r["length"] for r in rows), warnings=strays)
     report.damage += [Damage("", problem, ()) for problem in read_pins(lake)[1]]
     by_segment: dict[str, list[dict[str, Any]]] = {}

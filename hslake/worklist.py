@@ -3,7 +3,7 @@
 Only names and lengths are held for the whole plan; token ids are read block by block.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -111,6 +111,12 @@ def waiting_samples(lake: Lake, attempts: Mapping[str, str]) -> set[str]:
     An attempt that was committed and then hidden (quarantine) is not waiting: its sample is to be
     asked for again.
     """
+    done = committed_attempts(lake, attempts)
+    return {sample for attempt, sample in attempts.items() if attempt not in done}
+
+
+def committed_attempts(lake: Lake, attempts: Collection[str]) -> set[str]:
+    """Those of `attempts` whose sample was committed, be it hidden since."""
     if not attempts:
         return set()
     rows = query.run(
@@ -118,5 +124,4 @@ def waiting_samples(lake: Lake, attempts: Mapping[str, str]) -> set[str]:
         "select distinct attempt from manifest where attempt in (select unnest($attempts))",
         {"attempts": list(attempts)},
     )
-    done = set(rows.column("attempt").to_pylist())
-    return {sample for attempt, sample in attempts.items() if attempt not in done}
+    return set(rows.column("attempt").to_pylist())

@@ -1,5 +1,6 @@
 """Staging to lake: everything complete arrives once, nothing else ever does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,13 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from typer.testing import CliRunner
 
 from hslake import catalog
 from hslake.checksum import RowStats
+from hslake.cli import app
 from hslake.compact import compact
 from hslake.errors import Missing
 from hslake.ids import RequestId, new_attempt
 from hslake.staging import StagingWriter, read_part, scan
+from hslake.staging.locks import try_lock
 from hslake.verify import verify
 from hslake.versions import vacuum
 from tests.lakes import MadeLake, make_lake
@@ -62,7 +66,7 @@ def test_a_sample_staged_again_is_not_added_again(tmp_path):
     made.stage(sorted(made.samples))
     report = compact(made.url, [made.staging])
     assert report.samples == 0
-    assert report.abandoned == {"already in the lake": 4}
+    assert report.duplicates == 4 and report.abandoned == {}
     check(made)
 
 
@@ -86,7 +90,7 @@ def test_unplanned_and_wrong_tokens_never_enter(tmp_path):
     writer.close()
     report = compact(made.url, [made.staging])
     assert report.samples == 1
-    assert report.abandoned == {"tokens differ from the plan": 1, "not in the plan": 1}
+    assert report.abandoned == {"tokens differ from the plan": 1}  # of the probe, nothing
     made.stage([names[0]])
     compact(made.url, [made.staging])
     check(made)
@@ -203,7 +207,10 @@ def test_a_watching_compactor_tells_its_writers_that_it_is_there(tmp_path):
     )
     lock = writer.folder / "compact.lock"
     os.utime(lock, (5, 5))
-    compact(made.url, [made.staging])
+    # A request that was cut short leaves its reservation open.
+    writer.begin(RequestId(spec.lake8, new_attempt(), 4, "A1", "A1-000009"))
+    shown = CliRunner().invoke(app, ["compact", made.url, "--staging", str(made.staging)])
+    assert "1 samples still arriving; one that was cut short is given up after" in shown.stdout
     assert time.time() - lock.stat().st_mtime < 60
     writer.close()
 
@@ -217,7 +224,8 @@ def test_missing_staging_is_named(tmp_path):
 def test_a_live_writers_open_part_is_read_and_left_alone(tmp_path):
     made = make_lake(tmp_path, 1)
     names = made.plan([12, 34])
-    closed, StagingWriter.close = StagingWriter.close, lambda self: None
+    kept = []
+    closed, StagingWriter.close = StagingWriter.close, lambda self: kept.append(self)
     try:
         made.stage(names)
     finally:
@@ -225,6 +233,11 @@ def test_a_live_writers_open_part_is_read_and_left_alone(tmp_path):
     assert compact(made.url, [made.staging]).samples == 2
     assert len(scan(made.staging)) == 1
     check(made)
+    # Sealed in the end, its rows are those that were committed: no duplicates.
+    kept[0].close()
+    report = compact(made.url, [made.staging])
+    assert (report.samples, report.duplicates, report.abandoned) == (0, 0, {})
+    assert scan(made.staging) == []
 
 
 def test_watch_waits_for_whole_parts_and_a_trickle_still_arrives(tmp_path):
@@ -302,6 +315,28 @@ def test_two_compactors_at_once_add_once(tmp_path):
     both = [subprocess.Popen(args, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [p.wait() for p in both] == [0, 0]
     compact(made.url, [made.staging])
+    check(made)
+
+
+def test_a_writer_that_another_process_compacts_is_named(tmp_path, caplog):
+    made = make_lake(tmp_path, 1)
+    made.stage(made.plan([12]))
+    (writer,) = scan(made.staging)
+    lock = try_lock(writer.path / "compact.lock")
+    assert lock is not None
+    report = compact(made.url, [made.staging])
+    assert (report.samples, report.skipped, report.passed) == (0, [writer.writer_id], True)
+    shown = CliRunner().invoke(app, ["compact", made.url, "--staging", str(made.staging)])
+    assert f"writer {writer.writer_id}: being compacted by another process" in shown.stdout
+    found = CliRunner().invoke(app, ["compact", made.url, "--staging", str(made.staging), "--json"])
+    assert json.loads(found.stdout)["skipped"] == [writer.writer_id]
+    looks = iter([False] * 30)
+    caplog.clear()
+    compact(made.url, [made.staging], watch=True, interval_s=0.1, stop=lambda: next(looks, True))
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told == f"writer {writer.writer_id} is being compacted by another process: skipped"
+    lock.release()
+    assert compact(made.url, [made.staging]).skipped == []
     check(made)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 import hslake
 from hslake.compact import compact
@@ -206,10 +207,30 @@ def test_full_staging_ends_with_the_reason(world: World) -> None:
     with world.serve(part_tokens=400, max_parts=2) as server:
         report = world.extract(server, limits=replace(FAST, patience=0.5))
         assert not report.complete and not report.passed
-        assert "staging is full: is `hslake compact --watch` running?" in report.message
+        todo = f"staging is full: run `hslake compact {world.url} --staging DIR --watch`"
+        assert todo in report.message
         assert 0 < report.waiting < 60
         assert sum(report.missing.values()) == 60 - report.waiting
         assert server.violations == []
+
+
+def test_full_staging_is_told_once_and_also_after_ctrl_c(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt() -> None:
+        wait_until(lambda: bool(caplog.records))
+        time.sleep(2.5)  # longer than the driver's looks at a stall
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with world.serve(part_tokens=400, max_parts=2) as server:
+        threading.Thread(target=interrupt).start()
+        given = {"limits": replace(FAST, stall=0.5), "staging": (world.staging,)}
+        report = world.extract(server, **given)
+    todo = f"staging is full: run `hslake compact {world.url} --staging {world.staging} --watch`"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("nothing captured for ") and warning.endswith(todo)
+    assert report.interrupted and list(report.missing) == [f"interrupted while {todo}"]
+    assert f"interrupted while {todo}" in report.message
 
 
 # -- servers ------------------------------------------------------------------------------------
@@ -293,6 +314,20 @@ def test_a_server_whose_hook_fails_is_set_aside(world: World) -> None:
     world.check_lake()
 
 
+def test_a_server_too_busy_to_answer_was_asked(world: World) -> None:
+    server = world.serve(part_tokens=8192)
+
+    async def busy(request: object) -> web.Response:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        await asyncio.sleep(30)
+        return web.Response()
+
+    server._info = busy  # type: ignore[method-assign]
+    with server:
+        report = world.extract(server)
+    assert report.interrupted and report.servers[0].state == f"{server.url} has not answered yet"
+
+
 def test_no_server_and_wrong_servers(world: World) -> None:
     with pytest.raises(Missing, match="no server answers"):
         extract(world.url, ["http://127.0.0.1:9"])
@@ -363,6 +398,28 @@ def test_a_server_that_never_captures(world: World) -> None:
             report.missing["failed 2 times, last: the server answered but acknowledged no capture"]
             == 5
         )
+
+
+def test_what_a_dying_server_captured_unheard_counts_and_is_within_the_limit(world: World) -> None:
+    server = world.serve(part_tokens=8192)
+    capture = server._capture
+
+    async def last(rid: RequestId, ids: list[int]) -> None:
+        await capture(rid, ids)
+        # Dead before anybody could read the event.
+        server.dying = asyncio.create_task(server._stop(orderly=False))
+        await asyncio.sleep(5)
+
+    server._capture = last  # type: ignore[method-assign]
+    limits = replace(FAST, patience=0.5, requests=1)
+    with server:
+        report = world.extract(server, limits=limits, limit=1, staging=(world.staging,))
+    (name,) = server.captured
+    tokens = len(world.made.samples[name].input_ids)
+    assert (report.captured, report.captured_tokens) == (1, tokens)
+    # The one that was asked for is there: that it was not heard is no reason to take another.
+    assert report.waiting == 1 and report.passed
+    assert report.message.startswith("done as far as asked: ")
 
 
 # -- selection ----------------------------------------------------------------------------------

@@ -41,6 +41,17 @@ def save(folder: Path, template: str | None) -> str:
     return str(folder)
 
 
+def test_sharegpt_is_the_same_chat(tmp_path: Path) -> None:
+    tokenize = tokenizer(save(tmp_path, PLAIN))
+    names = {"user": "human", "assistant": "gpt"}
+    chat = [{"from": names[t["role"]], "value": t["content"]} for t in CHAT]
+    assert tokenize("conversations", chat, "x") == tokenize("messages", CHAT, "x")
+    with pytest.raises(InvalidInput, match=r"^x: turn 2: from 'bing'"):
+        tokenize("conversations", [chat[0], {"from": "bing", "value": "hello"}], "x")
+    with pytest.raises(InvalidInput, match=r"^x: turn 1: expected text in `role`"):
+        tokenize("conversations", [{"from": "human"}], "x")
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_mask_covers_the_assistant(tmp_path: Path, template: str) -> None:
     ids, mask = tokenizer(save(tmp_path, template))("messages", CHAT, "x")

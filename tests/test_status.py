@@ -14,6 +14,7 @@ from hslake.compact import compact
 from hslake.errors import Missing
 from hslake.extract import ExtractOptions, extract
 from hslake.plan import plan_files
+from hslake.preflight import preflight
 from hslake.status import status
 from tests.fakeserver import FakeServer
 
@@ -72,6 +73,43 @@ def test_from_plan_to_lake(lake: str, tmp_path: Path) -> None:
         status(lake, staging=[tmp_path / "nowhere"])
 
 
+def test_probes_are_not_captured_samples(lake: str, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with FakeServer(lake, staging) as server:
+        assert preflight(lake, [server.url]).passed
+        extract(lake, [server.url])
+        found = status(lake, servers=[server.url], staging=[staging])
+        assert [w.samples_captured for w in found.writers] == [20]
+
+
+def test_no_time_left_is_told_when_nothing_goes_on(
+    lake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with FakeServer(lake, staging) as server:
+        extract(lake, [server.url], ExtractOptions(limit=5))
+        compact(lake, [staging])
+        assert status(lake).eta_seconds and status(lake, servers=[server.url]).eta_seconds
+    ended = status(lake, staging=[staging])  # the server has: what comes is asked of nobody
+    assert ended.writers and ended.tokens_per_second and ended.eta_seconds is None
+    monkeypatch.setattr("hslake.status._IDLE_S", 0.0)
+    silent = status(lake)
+    assert silent.tokens_per_second and silent.eta_seconds is None
+    shown = CliRunner().invoke(app, ["status", lake]).output
+    assert "tokens/s committed, nothing is going on now" in shown and "minute" not in shown
+
+
+def test_a_url_that_is_not_the_servers_root(lake: str, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with FakeServer(lake, staging) as server:
+        with pytest.raises(Missing, match="must be the server's root") as caught:
+            extract(lake, [f"{server.url}/hslake/status"])
+        assert f"(here perhaps {server.url})" in str(caught.value)
+
+
 def test_command(lake: str, tmp_path: Path) -> None:
     runner = CliRunner()
     shown = runner.invoke(app, ["status", lake, "--server", "http://127.0.0.1:9"])
@@ -99,3 +137,4 @@ def test_extract_command(lake: str, tmp_path: Path) -> None:
     with FakeServer(lake, tmp_path / "b", context=15) as server:
         bad = runner.invoke(app, ["extract", lake, "--server", server.url])
         assert bad.exit_code == 1 and "error: incomplete: 10 of 20" in bad.output, bad.output
+        assert bad.output.count("longer than the server takes") == 1  # one reason for all of them

@@ -12,6 +12,7 @@ Parameter names are those of the published EAGLE-3 checkpoints (`fc`, `midlayer.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -268,6 +269,10 @@ class Eagle3Draft(nn.Module):
         tensors["d2t"] = self.vocab.d2t
         tensors["t2d"] = self.vocab.t2d
         save_file(tensors, path, {"format": "pt", "config": json.dumps(asdict(self.config))})
+        # safetensors renames a private temporary file: give it the mode any new file has here.
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(path).chmod(0o666 & ~mask)
 
 
 def load_draft(path: str | Path, target: TargetHead) -> Eagle3Draft:

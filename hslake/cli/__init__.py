@@ -47,9 +47,9 @@ def _root(
       hslake create LAKE --model-config MODEL/config.json --capture eagle3
       hslake plan LAKE samples.parquet --source A1
       hslake serve LAKE --staging /dev/shm/hslake -- --model-path MODEL
+      hslake compact LAKE --staging /dev/shm/hslake --watch        (beside the server)
       hslake preflight LAKE --server http://localhost:30000
       hslake extract LAKE --server http://localhost:30000
-      hslake compact LAKE --staging /dev/shm/hslake --watch
       hslake status LAKE
 
     Exit codes: 0 fine, 1 a check said no, 2 the call or its input is wrong.

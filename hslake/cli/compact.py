@@ -1,6 +1,7 @@
 """`hslake compact`."""
 
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,9 @@ from hslake.errors import CheckFailed, InvalidInput
 from hslake.units import format_bytes, format_count, parse_count
 
 if TYPE_CHECKING:
-    from hslake.compact import CompactReport
+    from hslake.compactreport import CompactReport
+
+_STILL = " still arriving; one that was cut short is given up after an hour of silence"
 
 
 @examples(
@@ -62,10 +65,14 @@ def compact(
     signals = (signal.SIGINT, signal.SIGTERM) if watch else ()
     before = [(s, signal.signal(s, stop)) for s in signals]
     import hslake.compact
-    from hslake.progress import Progress
+    from hslake.progress import NoteLines, Progress
 
     try:
-        with Progress(None, "compact") as bar:
+        # Without a terminal a watching one tells its commits; "0 tokens/s" for days helps nobody.
+        lines = watch and not sys.stderr.isatty()
+        if lines:
+            note(f"compact: watching {', '.join(map(str, staging))}")
+        with NoteLines(None, "compact") if lines else Progress(None, "compact (tokens)") as bar:
             report = hslake.compact.compact(
                 lake,
                 staging,
@@ -88,7 +95,13 @@ def compact(
             ("stored", format_bytes(report.stored_bytes)),
         ]  # fmt: skip
         if not watch:
-            rows.append(("waiting", f"{report.waiting} samples not complete yet"))
+            rows.append(("waiting", f"{report.waiting} samples{_STILL * (report.waiting > 0)}"))
+        rows += [
+            ("skipped", f"writer {name}: being compacted by another process, not counted here")
+            for name in report.skipped
+        ]
+        if report.duplicates:
+            rows.append(("skipped", f"{report.duplicates} duplicates (already in the lake)"))
         rows += [("given up", f"{n} samples: {why}") for why, n in report.abandoned.items()]
         print_pairs(rows, f"{lake} at version {report.version}" if report.version else lake)
     if report.stopped:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hslake.cli.common import Json, Lake, examples, print_json, print_pairs
+from hslake.cli.common import Json, Lake, examples, note, print_json, print_pairs
 from hslake.errors import InvalidInput
 from hslake.units import format_bytes, format_count, parse_bytes, parse_count
 
@@ -72,6 +72,9 @@ def create(
     estimate_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes on disk expected, e.g. 3.5TB.")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name (default: that of its folder).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Make a lake for one model and one set of streams.
@@ -109,6 +112,7 @@ def create(
         codec=codec.value,
         estimate_tokens=tokens,
         estimate_bytes=size,
+        name=name,
     )
     spec = made.spec
     if json:
@@ -127,6 +131,8 @@ def create(
         ],
         f"created {made.url}",
     )
+    if "final" not in spec.streams:
+        note("without `final` there is no target for a draft to learn from (--capture …,final)")
     print(f"next: hslake plan {lake} FILE... --source NAME")
 
 

@@ -101,7 +101,9 @@ def _print(report: "ExtractReport") -> None:
             [[s.url, s.captured, s.tokens, s.dropped, s.outages, s.state] for s in report.servers],
         )
     for sample in report.missing_samples[:10]:
-        print(f"  missing {sample.sample_id} ({sample.length:,} tokens): {sample.reason}")
+        # With one reason for all, the last line has it.
+        why = f": {sample.reason}" if len(report.missing) > 1 else ""
+        print(f"  missing {sample.sample_id} ({sample.length:,} tokens){why}")
     if sum(report.missing.values()) > 10:
         print(f"  … {sum(report.missing.values()) - 10:,} more (--json lists up to 1,000)")
 

@@ -28,7 +28,7 @@ def plan(
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The model's folder, for columns text or messages."),
+        typer.Option(metavar="DIR", help="The model's folder, for text, messages, conversations."),
     ] = None,
     split_validation: Annotated[
         float | None,
@@ -43,7 +43,8 @@ def plan(
 ) -> None:
     """Register the samples that ought to exist in the lake.
 
-    Columns: input_ids (or text, or messages, with --tokenizer), and optionally sample_id,
+    Columns: input_ids (or, with --tokenizer, text, or chats: messages with role and content, or
+    conversations with from and value), and optionally sample_id,
     loss_mask (0 or 1 for each token; default all 1), source, split. A row without a sample_id is
     named after its content. Planning a file again adds nothing; a planned id with other content is
     an error. All rows of a call are registered, or none.

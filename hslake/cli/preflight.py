@@ -49,8 +49,8 @@ def preflight(
                 print(f"      {'':<{width}}  -> {check.todo}")
     bad, doubts = len(report.failures), len(report.warnings)
     if not report.passed:
-        first = report.failures[0]
-        raise CheckFailed(f"no-go: {bad} of {len(report.checks)} checks failed ({first.name})")
+        names = ", ".join(c.name for c in report.failures)
+        raise CheckFailed(f"no-go: {bad} of {len(report.checks)} checks failed ({names})")
     if not json:
         print(f"go: {len(report.checks) - doubts} checks passed, {doubts} warnings")
 

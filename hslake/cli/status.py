@@ -101,8 +101,10 @@ def _pairs(r: "StatusReport") -> list[tuple[str, str]]:
         )
     ]
     if r.tokens_per_second and r.tokens_left:
-        left = _span(r.eta_seconds or 0)
-        rows.append(("rate", f"{r.tokens_per_second:,.0f} tokens/s committed, about {left} left"))
+        about = "nothing is going on now"
+        if r.eta_seconds is not None:
+            about = f"about {_span(r.eta_seconds)} left"
+        rows.append(("rate", f"{r.tokens_per_second:,.0f} tokens/s committed, {about}"))
     stored = f"{format_bytes(r.stored_bytes)} stored of {format_bytes(r.raw_bytes)} raw"
     if r.expected_bytes:
         stored += f"; {r.stored_bytes / r.expected_bytes:.1%} of what the estimate foresees so far"

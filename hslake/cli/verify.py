@@ -53,7 +53,7 @@ def verify(
     import hslake.verify
     from hslake.progress import Progress
 
-    with Progress(None, "verify") as bar:
+    with Progress(None, "verify (tokens)") as bar:
         report = hslake.verify.verify(lake, level.value, sample, where, quarantine, bar)
     if json:
         print_json({**plain(report), "ok": report.ok})

@@ -29,9 +29,9 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
     """The samples of `lake` (a Lake or its URL) that `where` and `split` select.
 
     `where`: SQL over the view `samples`, e.g. "source <> 'B7' and length <= 4096"; `split`: value
-    of the column of that name; `streams`: some of the lake's streams (default: all); `version`: the
-    manifest version to read (default: the one `lake` is open at), or "latest-per-epoch": the newest
-    now, and again whenever a loader starts an epoch.
+    of the column of that name, InvalidInput when no sample has it; `streams`: some of the lake's
+    streams (default: all); `version`: the manifest version to read (default: the one `lake` is open
+    at), or "latest-per-epoch": the newest now, and again whenever a loader starts an epoch.
 
     `dataset[i]` is a dict: sample_id str; input_ids, loss_mask [L] int64; hidden_state [L, n * H]
     (the n boundaries side by side, ascending) and target [L, H] (stream `final`) in the lake's
@@ -82,9 +82,21 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         for name in ("source", "split", "segment_id"):
             at = refs.schema.get_field_index(name)
             refs = refs.set_column(at, name, refs[name].dictionary_encode())
+        if not len(refs) and self.split is not None:
+            self._check_split(lake)
         self.version: int = lake.version
         self.refs: pa.Table = refs.combine_chunks()
         self.lengths: np.ndarray = refs["length"].to_numpy().astype(np.int64)
+
+    def _check_split(self, lake: Lake) -> None:
+        """Raise InvalidInput for a split that is not there: a slip ("valid") trains on nothing."""
+        # One that follows the lake may wait for samples that are only planned.
+        view = "plan" if self.follows_latest else "samples"
+        found = query.execute(lake.connect(), f"select distinct split from {view} order by split")
+        splits = found["split"].to_pylist()
+        if self.split not in splits:
+            names = ", ".join(map(repr, splits)) or "none: nothing is there yet"
+            raise InvalidInput(f"{self.describe()}: no such split; there are {names}")
 
     def refresh(self, version: int | None = None) -> None:
         """Select again at `version` (default: the newest)."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint, read_spe
 from hslake.staging.check import check_roots
 from hslake_sglang import flags, settings
 
+_SGLANG_PORT = 30_000  # its default
 _ASK = (
     "import importlib.metadata as m, json\n"
     "def v():\n"
@@ -56,6 +58,7 @@ def prepare(
     version = _sglang_version(interpreter, full)
     args = flags.prepare(sglang_args, version=version, dtype=spec.dtype)
     _check_model(spec, args)
+    _check_port(args)
     for name, value in ((settings.PART_TOKENS, part_tokens), (settings.MAX_PARTS, max_parts)):
         if value is not None:
             full[name] = str(value)
@@ -129,7 +132,9 @@ def _sglang_version(python: str, env: Mapping[str, str]) -> str:
             f"{python} could not say which SGLang it has: {out.stderr.strip()[-500:]}"
         ) from None
     if not found["version"]:
-        raise Missing(f"no SGLang in {python}: install one there, or name another interpreter")
+        raise Missing(
+            f"no SGLang in {python}: install one there, or name another interpreter with --python"
+        )
     if not found["hook"]:
         raise Missing(
             f"hslake is not installed in {python}, so SGLang {found['version']} would start "
@@ -138,8 +143,25 @@ def _sglang_version(python: str, env: Mapping[str, str]) -> str:
     return str(found["version"])
 
 
+def _check_port(args: Sequence[str]) -> None:
+    """SGLang finds a busy port only after the weights are loaded."""
+    host = flags.option_value(args, ["--host"]) or "127.0.0.1"
+    port = flags.option_value(args, ["--port"]) or str(_SGLANG_PORT)
+    if not port.isdigit():
+        return  # SGLang says what it thinks of it
+    try:
+        with socket.create_server((host, int(port))):
+            pass
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(
+            f"--host {host} --port {port} cannot be listened on ({error}): name another --port"
+        ) from None
+
+
 def _check_model(spec: LakeSpec, args: Sequence[str]) -> None:
     """Compare fingerprints early when the model is a local folder; the worker always does."""
     model = flags.option_value(args, ["--model-path", "--model"])
+    if model and model.startswith(("/", ".")) and not Path(model).exists():
+        raise Missing(f"--model-path {model}: there is no such folder")
     if model and Path(model).is_dir():
         check_fingerprint(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")

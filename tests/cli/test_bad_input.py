@@ -355,6 +355,8 @@ def test_unknown_versions(made: MadeLake) -> None:
 
 def test_where_and_output(made: MadeLake, tmp_path: Path) -> None:
     refused(call("verify", made.url, "--where", "nope = 1"), "--where 'nope = 1'", "nope")
+    nothing = call("verify", made.url, "--where", "length > 100000")
+    refused(nothing, "--where 'length > 100000' selects no sample")
     found = call("verify", made.url, "--where", "length = 10 -- short", "--json")
     assert found.exit_code == 0 and json.loads(found.stdout)["samples"] == 1
     refused(call("query", made.url, "coverage", "--output", tmp_path), f"{tmp_path}: Is a direc")

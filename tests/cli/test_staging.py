@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest import LogCaptureFixture
 from typer.testing import CliRunner, Result
 
 import hslake
@@ -103,6 +104,14 @@ def test_staging_of_another_lake_or_model(
     assert files(Path(made.url), staging) == before
 
 
+def test_compact_says_it_once(made: MadeLake, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    other = make_lake(tmp_path / "other", 1)
+    other.stage(other.plan([5]))
+    found = call("compact", made.url, "--staging", other.staging)
+    assert found.exit_code == 1 and found.stderr.count("lake_id is") == 1
+    assert caplog.records == []  # a log line would show on standard error, too
+
+
 def test_compact_names_damage_and_exits_1(made: MadeLake) -> None:
     made.stage(made.plan([5, 6]))
     (journal,) = made.staging.glob("*/part-000001/journal")
@@ -161,6 +170,8 @@ def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool
     assert process.returncode == 0, err
     assert time.monotonic() - start < 15  # not the sixty seconds of the interval
     assert "committed" in out and "Traceback" not in err
+    assert err.startswith(f"compact: watching {made.staging}\n")  # a pipe is no terminal
+    assert ("compact: committed 1 samples, 200 tokens, version " in err) == busy
     assert err.splitlines()[-1].startswith("stopped: what was committed is safe"), err
     if busy:
         ((live,),) = made.lake.sql("select count(*) from samples").fetchall()

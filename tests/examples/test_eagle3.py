@@ -194,6 +194,9 @@ def test_draft_vocabulary_maps_both_ways() -> None:
 
 def test_save_and_load_give_the_same_draft(draft: Eagle3Draft, tmp_path: Path) -> None:
     draft.save(tmp_path / "draft.safetensors")
+    (tmp_path / "any").touch()
+    modes = {(tmp_path / name).stat().st_mode for name in ("any", "draft.safetensors")}
+    assert len(modes) == 1
     head = TargetHead(draft.embedding, draft.target_lm_head, torch.ones(HIDDEN))
     loaded = load_draft(tmp_path / "draft.safetensors", head)
     batch = make_batch([6])

@@ -3,6 +3,7 @@
 import mmap
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,18 @@ def test_another_model_is_refused_before_it_loads(
     monkeypatch.setattr(serve, "_sglang_version", lambda python, env: "0.5.23")
     with pytest.raises(InvalidInput, match="model"):
         serve.prepare(lake, staging, ["--model-path", str(model)])
+
+
+def test_a_busy_port_and_a_missing_folder_are_found_before_anything_loads(
+    lake: str, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_sglang_version", lambda python, env: "0.5.23")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        with pytest.raises(InvalidInput, match=f"--port {port} cannot be listened on"):
+            serve.prepare(lake, staging, ["--model-path", "m", "--port", port])
+    with pytest.raises(Missing, match="no such folder"):
+        serve.prepare(lake, staging, ["--model-path", str(tmp_path / "nomodel")])
 
 
 SERVER = """

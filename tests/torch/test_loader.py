@@ -90,6 +90,8 @@ def test_where_split_and_streams_select(made):
     [
         ({"where": "lenght > 3"}, "lenght"),
         ({"where": "length >"}, "where="),
+        ({"split": "valid"}, "no such split; there are 'train', 'validation'"),
+        ({"split": "valid", "version": "latest-per-epoch"}, "there are 'train', 'validation'"),
         ({"streams": ["999"]}, "999"),
         ({"streams": []}, "streams"),
         ({"version": "newest"}, "latest-per-epoch"),

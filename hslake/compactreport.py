@@ -1,0 +1,48 @@
+"""What a call of `compact` reports."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CompactReport:
+    """What one call did.
+
+    `waiting`: samples still arriving in the parts read last. `duplicates`: samples captured once
+    more although the lake has them. `abandoned`: reason -> samples given up, without the probes of
+    preflight, which nobody wants; `damage`: journals and rows that do not read; extract asks for
+    both again. `refused`: parts of another lake or model, left alone. `skipped`: writers that
+    another process compacted at the last look; nothing here counts what they hold. `stopped`: ended
+    by `stop`, so what was not committed is still in staging.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    segments: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    duplicates: int = 0
+    abandoned: dict[str, int] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    waiting: int = 0
+    version: int | None = None
+    stopped: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was damaged and nothing refused."""
+        return not self.damage and not self.refused
+
+    def messages(self) -> list[str]:
+        """What a person should know at once."""
+        skipped = [
+            f"writer {w} is being compacted by another process: skipped" for w in self.skipped
+        ]
+        return [*self.refused, *self.damage, *skipped]
+
+
+def tell(messages: list[str], message: str) -> None:
+    """Add `message` once: a watching compactor comes by every second."""
+    if message not in messages:
+        messages.append(message)
