@@ -26,7 +26,7 @@ from deltalake.transaction import AddAction
 
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
-from hslake.store import Store, sync_dir, sync_file
+from hslake.store import Store, refusal, sync_dir, sync_file
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
 _CONFIGURATION: dict[str, str | None] = {
@@ -37,6 +37,7 @@ _CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
+_PART = re.compile(r"part-\d{20}-[0-9a-f]{32}\.parquet")
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _MEND = (
     "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
@@ -63,6 +64,18 @@ class TableState:
                 urls = [unquote(u.removeprefix("file://")) for u in urls]
             self._files = sorted(urls)
         return list(self._files)
+
+    def commit_file(self, version: int) -> str | None:
+        """Name of the file that the commit of `version` added; None when it added none."""
+        names = (u.rpartition("/")[2] for u in self.files())
+        return next((n for n in names if n.startswith(f"part-{version:020d}-")), None)
+
+    def strays(self) -> list[str]:
+        """Parquet files in the table's folder that no entry of its log names."""
+        names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
+        found = {n for n in names if _PART.fullmatch(n)}
+        now = open_table(self.store, self.name)  # after the list: others commit meanwhile
+        return sorted(found - {u.rpartition("/")[2] for u in now.files()})
 
     def change_files(self) -> list[str]:
         """Those of `files` that may hold rows of another op than `add`.
@@ -149,26 +162,30 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
     Raises InvalidInput when it is there and holds rows.
     """
     fields = schema or arrow_schema(name)
-    try:
-        DeltaTable.create(
-            store.url(name),
-            Schema.from_arrow(fields),
-            mode="ignore",
-            name=name,
-            configuration=_CONFIGURATION,
-            storage_options=_options(store),
-            commit_properties=CommitProperties(max_commit_retries=0),
-        )
-    except DeltaError:
-        # Another create was faster; or the answer was lost. Either way the table is there.
-        if not DeltaTable.is_deltatable(store.url(name), _options(store)):
-            raise
-    if store.is_local:
-        log = store.local(f"{name}/_delta_log")
-        for path in log.glob("*.json"):
-            sync_file(path)
-        for folder in (log, log.parent, log.parent.parent):
-            sync_dir(folder)
+    with store.errors(name):
+        try:
+            DeltaTable.create(
+                store.url(name),
+                Schema.from_arrow(fields),
+                mode="ignore",
+                name=name,
+                configuration=_CONFIGURATION,
+                storage_options=_options(store),
+                commit_properties=CommitProperties(max_commit_retries=0),
+            )
+        except (DeltaError, OSError) as error:
+            # Another create was faster; or the answer was lost. Either way the table is there.
+            if not DeltaTable.is_deltatable(store.url(name), _options(store)):
+                raise refusal(store.url(name), error) or Unavailable(
+                    f"{store.url(name)}: the table cannot be made: {reason(error)}; look at the "
+                    "store and run it again"
+                ) from error
+        if store.is_local:
+            log = store.local(f"{name}/_delta_log")
+            for path in log.glob("*.json"):
+                sync_file(path)
+            for folder in (log, log.parent, log.parent.parent):
+                sync_dir(folder)
     state = open_table(store, name)
     if state.files():
         raise InvalidInput(
@@ -185,14 +202,20 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
     """
     if version is not None and (type(version) is not int or version < 0):
         raise InvalidInput(f"version: found {version!r}, expected a whole number from 0")
-    newest = _check_log(store, name) if store.is_local else None
+    newest = None
+    if store.is_local:
+        with store.errors(name):
+            newest = _check_log(store, name)
     url = store.url(name)
     try:
         table = DeltaTable(url, version=version, storage_options=_options(store))
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
-        store.exists(f"{name}/{_FIRST_ENTRY}")  # raises Unavailable when that is the reason
+        _check_access(store, name)  # raises Unavailable when that is the reason
+        refused = refusal(url, e)
+        if refused is not None:
+            raise refused from e
         if version is not None:
             last = open_table(store, name).version
             if version > last:
@@ -200,6 +223,7 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             raise Missing(f"version {version} of {url} cannot be loaded: {reason(e)}") from e
         raise Corrupt(f"{url}: the table's log cannot be read: {reason(e)}; {_MEND}") from e
     if version is None and newest is not None and table.version() < newest:
+        _check_access(store, name)
         raise Corrupt(
             f"{url}: the log goes to version {newest}, only {table.version()} loads: "
             f"an entry is missing; {_MEND}"
@@ -212,6 +236,13 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             "table; restore its log from before that"
         )
     return TableState(store, name, table)
+
+
+def _check_access(store: Store, name: str) -> None:
+    """Raise Unavailable when the store or the machine keeps the log from us."""
+    store.exists(f"{name}/{_FIRST_ENTRY}")
+    for path in store.list(f"{name}/_delta_log") if store.is_local else ():
+        store.read_range(path, 0, 1)
 
 
 def _check_log(store: Store, name: str) -> int | None:
@@ -234,7 +265,7 @@ def _check_log(store: Store, name: str) -> int | None:
         actions = [json.loads(line) for line in last.read_bytes().splitlines() if line.strip()]
         kinds = {k for a in actions for k in a}
         operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; {_MEND}") from None
     if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
         raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; {_MEND}")
@@ -281,7 +312,8 @@ def commit(
                 else:
                     failures += 1
                 if failures >= _MAX_FAILURES:
-                    raise Unavailable(
+                    nothing = f"{store.url(name)}: nothing was committed"
+                    raise refusal(nothing, error) or Unavailable(
                         f"{store.url(name)}: the commit failed {failures} times, nothing was "
                         f"committed: {reason(error)}; look at the store and run it again"
                     ) from error
@@ -294,7 +326,8 @@ def commit(
                 time.sleep(random.uniform(0.005, longest))
                 continue
             version = done
-        _sync(store, name, version)
+        with store.errors(name):
+            _sync(store, name, version)
         return version
 
 

@@ -8,6 +8,8 @@ import re
 
 # Values that must never be printed, wherever a library puts them into a message.
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+# Up to the last @: keys of AWS hold slashes, where a URL parser sees the start of the path.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>(?:(?!://)\S)+)@")
 
 
 class HslakeError(Exception):
@@ -53,7 +55,19 @@ def without_secrets(text: str) -> str:
     for name in _SECRETS:
         if os.environ.get(name):
             text = text.replace(os.environ[name], f"${name}")
-    return re.sub(r"://[^/@\s]+@", "://***@", text)
+    return _URL.sub(lambda m: m[0] if _is_path(m) else f"{m['scheme']}://***@", text)
+
+
+def has_password(url: str) -> bool:
+    """Whether a user with a password or key stands in `url`."""
+    return any(":" in m["user"] and not _is_path(m) for m in _URL.finditer(url))
+
+
+def _is_path(match: re.Match[str]) -> bool:
+    """Whether the @ belongs to a path, as in s3://bucket/a@b or http://host:80/a@b."""
+    host, slash, _ = match["user"].partition("/")
+    port = match["scheme"] in ("http", "https") and re.fullmatch(r"[^:]*:\d+", host)
+    return bool(slash) and "@" not in host and (":" not in host or bool(port))
 
 
 def reason(error: BaseException) -> str:

@@ -31,7 +31,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"{path} is not there; expected a model's config.json") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise InvalidInput(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(config, dict):
         raise InvalidInput(f"{path}: expected a JSON object")

@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake.errors import InvalidInput, Missing
+from hslake.errors import InvalidInput, Missing, Unavailable, reason
+from hslake.store import check_no_password
 
 CHATS = ("messages", "conversations")
 _CONTENT = ("input_ids", "text", *CHATS)  # a row has one of them
@@ -95,6 +96,7 @@ def raw_rows(url: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 @contextmanager
 def _open(url: str) -> Iterator[tuple[IO[bytes], str]]:
+    check_no_password(url)
     path = PurePosixPath(url.split("?", 1)[0])
     packed = path.suffix in (".gz", ".zst", ".bz2", ".xz")
     kind = SUFFIXES.get(PurePosixPath(path.stem).suffix if packed else path.suffix.lower())
@@ -106,14 +108,27 @@ def _open(url: str) -> Iterator[tuple[IO[bytes], str]]:
     try:
         opened = fsspec.open(url, "rb", compression="infer" if packed else None)
         handle = opened.open()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        # Over HTTP, fsspec says so of every failure and keeps the real one as the cause.
+        cause = error.__cause__
+        if url.startswith("http") and not isinstance(cause, FileNotFoundError | None):
+            raise Unavailable(_refused(url, cause)) from error
         raise Missing(f"{url}: there is no such file") from None
     except IsADirectoryError:
         raise InvalidInput(f"{url}: is a directory; name the files in it") from None
     except (OSError, ValueError, ImportError) as error:
-        raise InvalidInput(f"{url}: cannot be opened: {error}") from error
+        raise InvalidInput(f"{url}: cannot be opened: {reason(error)}") from error
+    except Exception as error:  # of botocore, for example: no credentials
+        raise Unavailable(_refused(url, error)) from error
     with handle as file:
         yield file, kind
+
+
+def _refused(url: str, error: BaseException) -> str:
+    return (
+        f"{url}: cannot be reached or refuses ({reason(error)}): check the address and the "
+        "credentials in the environment, then try again"
+    )
 
 
 def _jsonl(file: IO[bytes], url: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import hslake
 from hslake import query
 from hslake.checks import FAIL, WARN, Check, failed, passed, warned
-from hslake.errors import HslakeError, InvalidInput, Missing
+from hslake.errors import HslakeError, InvalidInput, Missing, without_secrets
 from hslake.lake import Lake
 from hslake.probe import PROBE_TOKENS, check_server
 from hslake.progress import ProgressMaker, Silent
@@ -88,7 +88,8 @@ def preflight(
                     bar.advance()
 
         asyncio.run(ask())
-    return PreflightReport(lake_url, urls, not any(c.ok == FAIL for c in checks), checks)
+    shown = [without_secrets(u) for u in urls]
+    return PreflightReport(lake_url, shown, not any(c.ok == FAIL for c in checks), checks)
 
 
 def _tokens(item: tuple[str, int]) -> int:

@@ -23,9 +23,9 @@ import duckdb
 import pyarrow as pa
 
 from hslake import schemas
-from hslake.errors import Corrupt, HslakeError, InvalidInput, NoSpace
+from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing, NoSpace, Unavailable
 from hslake.spec import LakeSpec
-from hslake.store import Store
+from hslake.store import Store, open_store
 from hslake.views import HIDES, LOGS, TOMBSTONES, VIEWS
 
 if TYPE_CHECKING:
@@ -47,6 +47,16 @@ _SQL_TYPES = {
     "list<float>": "float[]",
 }
 _READS = ("SELECT", "EXPLAIN")
+# Errors of the SQL alone: for others it is worth reading the tables' files to find damage.
+_ABOUT_SQL = (
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.ConversionException,
+    duckdb.InterruptException,
+    duckdb.OutOfRangeException,
+    duckdb.ParserException,
+    duckdb.PermissionException,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def connect_files(
     paths = {name: canonical(urls) for name, urls in files.items()}
     for table, name, sql in (("hides", "manifest", HIDES), ("tombstones", "plan", TOMBSTONES)):
         some = canonical((changes or files)[name])
-        _run(con, f"create temp table {table} as {sql.format(log=_rows(name, some))}", name)
+        _run(con, f"create temp table {table} as {sql.format(log=_rows(name, some))}", some)
     _spec_view(con, spec)
     # Making a view binds it, which opens every file under it, and the views stand on one another:
     # so they are made over no files, which are put under them afterwards.
@@ -123,7 +133,8 @@ def connect_files(
     for view, sql in VIEWS.items():
         con.execute(f"create temp view {view} as {sql}")
     for view, name in LOGS.items():
-        _run(con, f"create or replace temp view {view} as {_rows(name, paths[name])}", name)
+        made = f"create or replace temp view {view} as {_rows(name, paths[name])}"
+        _run(con, made, paths[name])
     con.execute(f"set allowed_paths = {_literal([p for some in paths.values() for p in some])}")
     con.execute("set enable_external_access = false")
     con.execute("set lock_configuration = true")
@@ -139,14 +150,32 @@ def _rows(schema: str, files: Sequence[str]) -> str:
     return f"select {', '.join(columns)} limit 0"
 
 
-def _run(con: duckdb.DuckDBPyConnection, sql: str, table: str) -> None:
+def _run(con: duckdb.DuckDBPyConnection, sql: str, files: Sequence[str]) -> None:
     try:
         con.execute(sql)
     except duckdb.Error as error:
-        raise Corrupt(
-            f"a file of the lake's {table} table cannot be read: {_first_line(error)}; "
-            "the table needs every file that its log names: restore it from a copy"
-        ) from error
+        raise _unreadable(con, files) or _failed(con, error) from error
+
+
+def _unreadable(con: duckdb.DuckDBPyConnection, files: Sequence[str]) -> HslakeError | None:
+    """What is wrong with the first of the tables' files that does not read, if one does not.
+
+    DuckDB's own message may be "Out of buffer", without a name.
+    """
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        try:
+            open_store(folder).read_range(name, 0, 1)  # a file that is kept from us is not damaged
+            every = f"select bit_xor(hash(t)) from read_parquet({_literal([path])}) t"
+            con.execute(every).fetchall()
+        except Unavailable as error:
+            return error
+        except (Missing, duckdb.Error) as error:
+            return Corrupt(
+                f"{path}: a file of the lake's tables cannot be read: {_first_line(error)}; a "
+                "table needs every file that its log names: restore it from a copy"
+            )
+    return None
 
 
 def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
@@ -308,7 +337,7 @@ def check_select(con: duckdb.DuckDBPyConnection, sql: str) -> None:
     try:
         statements = con.extract_statements(sql)
     except duckdb.Error as error:
-        raise _failed(error) from error
+        raise _failed(con, error) from error
     if len(statements) != 1:
         raise InvalidInput(f"the query holds {len(statements)} statements, expected one SELECT")
     kind = statements[0].type.name
@@ -327,7 +356,7 @@ def relation(
     try:
         return con.sql(sql, params=dict(params)) if params else con.sql(sql)
     except duckdb.Error as error:
-        raise _failed(error) from error
+        raise _failed(con, error) from error
 
 
 def execute(
@@ -338,15 +367,20 @@ def execute(
     try:
         return found.to_arrow_table()
     except (duckdb.Error, pa.ArrowException) as error:
-        raise _failed(error) from error
+        raise _failed(con, error) from error
 
 
-def _failed(error: Exception) -> HslakeError:
+def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
     if isinstance(error, duckdb.OutOfMemoryException):
         return NoSpace(
             f"the query needs more memory than it may use: {_first_line(error)}. Select fewer "
             f"columns or rows, or set {MEMORY}, for example to 8GB"
         )
+    if not isinstance(error, _ABOUT_SQL):
+        (allowed,) = con.execute("select current_setting('allowed_paths')").fetchall()[0]
+        damage = _unreadable(con, allowed)
+        if damage is not None:
+            return damage
     return InvalidInput(
         f"the query failed. DuckDB says: {str(error).strip()}\n"
         "Views: samples, segments, plan, coverage, versions (columns: docs/sql.md, or "

@@ -55,7 +55,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """The JSON document in `text`. Raises InvalidInput naming `where`."""
     try:
         return json.loads(text)
-    except ValueError as error:  # also bad UTF-8
+    except (ValueError, RecursionError) as error:  # also bad UTF-8 and 100,000 brackets
         raise InvalidInput(f"{where} is not JSON ({error}): damaged, or another file") from None
 
 

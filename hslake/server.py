@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.errors import Conflict, InvalidInput, Missing, without_secrets
 from hslake.ids import RequestId
 from hslake.schemas import validate
 
@@ -213,7 +213,8 @@ class Server:
         request_timeout: float = 900.0,
         status_timeout: float = 20.0,
     ) -> None:
-        self.url = check_url(url)
+        self._address = check_url(url)
+        self.url = without_secrets(self._address)  # what reports and messages show
         self._session = session
         self._request = aiohttp.ClientTimeout(total=request_timeout, sock_connect=10)
         self._status = aiohttp.ClientTimeout(total=status_timeout, sock_connect=10)
@@ -305,7 +306,7 @@ class Server:
     ) -> tuple[int, bytes]:
         try:
             async with self._session.request(
-                method, self.url + path, data=data, timeout=timeout
+                method, self._address + path, data=data, timeout=timeout
             ) as answer:
                 return answer.status, await answer.read()
         except TimeoutError:  # also aiohttp's own, which is no ClientError to us

@@ -1,10 +1,12 @@
 """The lake's spec (`hslake.json`): one model, one set of streams, one dtype, one geometry."""
 
 import dataclasses
+import hashlib
 import json
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from hslake.errors import InvalidInput, Missing
 from hslake.fingerprint import check_fingerprint, model_fingerprint
@@ -109,7 +111,8 @@ class LakeSpec:
 
     def to_json(self) -> str:
         """The text of `hslake.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "digest": _digest(fields)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str | bytes, where: str = SPEC_FILE) -> "LakeSpec":
@@ -122,12 +125,19 @@ class LakeSpec:
                 f"{FORMAT_VERSION}: upgrade hslake"
             )
         validate(data, "hslake", where)
+        digest = data.pop("digest", None)
         model = ModelInfo(**data["model"])
         streams = parse_streams(data["streams"], model.num_layers, where)
         if list(streams) != data["streams"]:  # they are the axis of every array: never reordered
             raise InvalidInput(
                 f"{where}: streams: found {data['streams']}, expected boundaries ascending and "
                 f"then 'final', {list(streams)}: the file was changed, restore it"
+            )
+        # Lakes of before there was a digest open without.
+        if digest is not None and digest != _digest(data):
+            raise InvalidInput(
+                f"{where}: digest: found {digest}, its fields give {_digest(data)}: the file was "
+                "changed; every sample was stored as it said before: restore it from a copy"
             )
         return LakeSpec(
             **{
@@ -138,6 +148,12 @@ class LakeSpec:
                 "estimate": Estimate(**data["estimate"]),
             }
         )
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    """SHA-256 over the canonical JSON of a spec's fields: a flipped bit may still be valid JSON."""
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def make_geometry(streams: int, hidden_size: int, itemsize: int) -> Geometry:

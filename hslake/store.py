@@ -6,11 +6,12 @@ Paths are relative to the lake and use `/`. Local writes are durable when they r
 import contextlib
 import errno
 import os
+import re
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 import numpy as np
@@ -22,13 +23,39 @@ from hslake.errors import (
     HslakeError,
     InvalidInput,
     Missing,
+    NoSpace,
     Unavailable,
+    has_password,
     reason,
     without_secrets,
 )
 
 _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
+
+
+_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as _temp names them
+_PROBE = ".hslake-probe-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def refusal(where: str, error: Exception) -> HslakeError | None:
+    """What the machine's refusal is to a caller of hslake; None when `error` is none.
+
+    Never Missing or Corrupt: what merely cannot be read now must not be taken for damage.
+    """
+    named = re.search(r"\(os error (\d+)\)", str(error))  # deltalake's, which carry no errno
+    code = error.errno if isinstance(error, OSError) else None
+    code = code or (int(named[1]) if named else None)
+    if code in (None, errno.ENOENT, errno.ENOTDIR):
+        return None
+    what = f"{where}: {os.strerror(code)}"
+    if code in _FULL:
+        return NoSpace(f"{what}: make room there and run it again")
+    return Unavailable(
+        f"{what}: expected to be let in: look at owner, permissions, mount and limits there, then "
+        "run it again"
+    )
 
 
 def sync_dir(folder: Path) -> None:
@@ -57,6 +84,16 @@ def _make_dirs(folder: Path) -> None:
     sync_dir(folder.parent)
 
 
+def check_no_password(url: str) -> None:
+    """Raise InvalidInput when `url` holds one: libraries put URLs into their messages."""
+    if has_password(url):
+        raise InvalidInput(
+            f"{without_secrets(url)}: the URL holds a password or key, which would end up in "
+            "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
+
+
 class Store:
     """The objects below one lake URL. Safe from several threads; may be pickled."""
 
@@ -64,12 +101,7 @@ class Store:
         for prefix in _LOCAL:
             if url.startswith(prefix):
                 url = url[len(prefix) :]
-        if "://" in url and urlsplit(url).password is not None:
-            raise InvalidInput(
-                f"{without_secrets(url)}: the URL holds a password or key, which would end up in "
-                "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY"
-            )
+        check_no_password(url)
         self.is_local = "://" not in url
         self.root = str(Path(url).absolute()) if self.is_local else url.rstrip("/")
         self._fs: Any = None
@@ -107,8 +139,8 @@ class Store:
         return Missing(f"{self.url(path)} is not there")
 
     @contextlib.contextmanager
-    def _errors(self, path: str) -> Iterator[None]:
-        """A library's errors as hslake's. Each filesystem raises its own kinds."""
+    def errors(self, path: str) -> Iterator[None]:
+        """The machine's and a library's errors as hslake's. Each filesystem has its own kinds."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
@@ -117,7 +149,10 @@ class Store:
             raise
         except Exception as error:
             if self.is_local:
-                raise
+                refused = refusal(self.url(path), error)
+                if refused is None:
+                    raise
+                raise refused from error
             raise Unavailable(
                 f"{self.url(path)}: the store cannot be reached or refuses ({reason(error)}): "
                 "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
@@ -126,21 +161,22 @@ class Store:
     def put(self, path: str, data: bytes) -> None:
         """Write `path`, replacing what is there, atomically."""
         if not self.is_local:
-            with self._errors(path):
+            with self.errors(path):
                 self.fs.pipe_file(self._key(path), data)
             return
-        target, temp = self._temp(path, data)
-        try:
-            temp.replace(target)
-        except BaseException:
-            temp.unlink(missing_ok=True)
-            raise
-        sync_dir(target.parent)
+        with self.errors(path):
+            target, temp = self._temp(path, data)
+            try:
+                temp.replace(target)
+            except BaseException:
+                temp.unlink(missing_ok=True)
+                raise
+            sync_dir(target.parent)
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write `path` unless it exists, atomically. Raises Conflict when it exists."""
         if not self.is_local:
-            with self._errors(path):
+            with self.errors(path):
                 try:
                     self.fs.pipe_file(self._key(path), data, mode="create")
                 except OSError as e:
@@ -149,14 +185,15 @@ class Store:
                         raise Conflict(f"{self.url(path)} exists already") from None
                     raise
             return
-        target, temp = self._temp(path, data)
-        try:
-            os.link(temp, target)
-        except FileExistsError:
-            raise Conflict(f"{target} exists already") from None
-        finally:
-            temp.unlink(missing_ok=True)
-        sync_dir(target.parent)
+        with self.errors(path):
+            target, temp = self._temp(path, data)
+            try:
+                os.link(temp, target)
+            except FileExistsError:
+                raise Conflict(f"{target} exists already") from None
+            finally:
+                temp.unlink(missing_ok=True)
+            sync_dir(target.parent)
 
     def _temp(self, path: str, data: bytes) -> tuple[Path, Path]:
         target = self.local(path)
@@ -174,7 +211,7 @@ class Store:
 
     def read(self, path: str) -> bytes:
         """All bytes of `path`. Raises Missing."""
-        with self._errors(path):
+        with self.errors(path):
             if self.is_local:
                 return self.local(path).read_bytes()
             return self.fs.cat_file(self._key(path))
@@ -186,33 +223,17 @@ class Store:
 
         Fewer bytes come back when the object ends earlier.
         """
-        with self._errors(path):
-            if not self.is_local:
-                if suffix is not None:
-                    # fsspec resolves negative starts itself, for every filesystem.
-                    return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
-                return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
-            fd = os.open(self.local(path), os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
+        with self.errors(path):
+            if self.is_local:
+                return _read_local(self.local(path), start, end, suffix)
             if suffix is not None:
-                start, end = max(0, size - suffix), size
-            stop = size if end is None else min(end, size)
-            # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
-            data = np.empty(max(0, stop - start), np.uint8)
-            done = 0
-            while done < data.size:
-                got = os.preadv(fd, [data[done:].data], start + done)
-                if not got:
-                    break
-                done += got
-            return data[:done].data
-        finally:
-            os.close(fd)
+                # fsspec resolves negative starts itself, for every filesystem.
+                return memoryview(self.fs.cat_file(self._key(path), start=-suffix))
+            return memoryview(self.fs.cat_file(self._key(path), start=start, end=end))
 
     def size(self, path: str) -> int:
         """Size of `path` in bytes. Raises Missing."""
-        with self._errors(path):
+        with self.errors(path):
             if self.is_local:
                 return self.local(path).stat().st_size
             self.fs.invalidate_cache(self.fs._parent(self._key(path)))
@@ -220,38 +241,74 @@ class Store:
 
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a folder) at `path`."""
-        if self.is_local:
-            return self.local(path).is_file()
         try:
+            if self.is_local:
+                with self.errors(path):
+                    return stat.S_ISREG(self.local(path).stat().st_mode)
             self.size(path)
         except Missing:
             return False
-        with self._errors(path):
+        with self.errors(path):
             return self.fs.isfile(self._key(path))
+
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in a local `path`, empty ones too."""
+        if not self.is_local:
+            return []
+        with contextlib.suppress(Missing), self.errors(path):
+            return sorted(e.name for e in os.scandir(self.local(path)) if e.is_dir())
+        return []
 
     def list(self, path: str = "") -> list[str]:
         """Paths of all objects below `path`, sorted; none when there is nothing."""
         if self.is_local:
-            base = self.local(path)
             # What is still being written, or never was finished, is no object.
-            found = (
-                Path(d) / f
-                for d, _, names in os.walk(base)
-                for f in names
-                if not (f.startswith(".") and f.endswith(".tmp"))
-            )
-            return sorted(p.relative_to(self.root).as_posix() for p in found)
-        with self._errors(path):
+            return sorted(p for p in self._walk(path) if not _TEMP.fullmatch(p.split("/")[-1]))
+        with self.errors(path):
             self.fs.invalidate_cache()
             base_key = self._key("")
             return sorted(k[len(base_key) + 1 :] for k in self.fs.find(self._key(path)))
 
+    def _walk(self, path: str) -> Iterator[str]:
+        """All files below a local `path`. A folder that cannot be read is no empty folder."""
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
+        with self.errors(path):
+            for folder, _, names in os.walk(self.local(path), onerror=fail):
+                for name in names:
+                    yield (Path(folder) / name).relative_to(self.root).as_posix()
+
+    def leftovers(self, before: float) -> dict[str, int]:
+        """What killed writers and probes left in a local lake: path to size, last written at
+        `before` (a Unix time) or earlier. Object stores show only whole objects."""
+        found = {}
+        for path in self._walk("") if self.is_local else ():
+            folder, _, name = path.rpartition("/")
+            if _TEMP.fullmatch(name) or (not folder and name.startswith(_PROBE)):
+                with contextlib.suppress(Missing), self.errors(path):
+                    status = self.local(path).stat()
+                    if status.st_mtime <= before:
+                        found[path] = status.st_size
+        return found
+
+    def delete_empty(self, path: str) -> None:
+        """Delete the folder `path` and those below it, as far as they are empty."""
+        if not self.is_local:
+            return
+        for folder, _, _ in os.walk(self.local(path), topdown=False):
+            with contextlib.suppress(OSError):  # not empty, or not ours to delete
+                Path(folder).rmdir()
+
     def delete(self, path: str) -> None:
         """Delete one object; nothing happens when it is not there."""
         if self.is_local:
-            self.local(path).unlink(missing_ok=True)
+            with self.errors(path):
+                self.local(path).unlink(missing_ok=True)
             return
-        with contextlib.suppress(Missing), self._errors(path):
+        with contextlib.suppress(Missing), self.errors(path):
             self.fs.rm_file(self._key(path))
 
     def check_put_new(self) -> None:
@@ -259,7 +316,7 @@ class Store:
 
         Raises CheckFailed when the store lets the second through, Missing when it has no bucket.
         """
-        path = f".hslake-probe-{uuid.uuid4().hex}"
+        path = f"{_PROBE}{uuid.uuid4().hex}"
         try:
             self.put_new(path, b"1")
         except Missing:
@@ -275,6 +332,26 @@ class Store:
             "expected If-None-Match support: two writers would lose each other's commits here, "
             "use another store"
         )
+
+
+def _read_local(path: Path, start: int, end: int | None, suffix: int | None) -> memoryview:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        if suffix is not None:
+            start, end = max(0, size - suffix), size
+        stop = size if end is None else min(end, size)
+        # NumPy asks the kernel for huge pages: new memory costs page faults otherwise.
+        data = np.empty(max(0, stop - start), np.uint8)
+        done = 0
+        while done < data.size:
+            got = os.preadv(fd, [data[done:].data], start + done)
+            if not got:
+                break
+            done += got
+        return data[:done].data
+    finally:
+        os.close(fd)
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:

@@ -53,11 +53,12 @@ def parse_streams(items: Iterable[Any], num_layers: int, where: str) -> tuple[st
             if final:
                 raise InvalidInput(f"{where}: 'final' is named twice")
             final = True
-        elif text.isascii() and text.isdigit() and int(text) <= num_layers:
+        # int() refuses thousands of digits with an error of its own.
+        elif text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= num_layers:
             boundaries.append(int(text))
         else:
             raise InvalidInput(
-                f"{where}: {text!r} is no stream; expected boundaries from 0 to {num_layers} "
+                f"{where}: {text[:40]!r} is no stream; expected boundaries from 0 to {num_layers} "
                 "and 'final', for example 2,15,27,final, or eagle3"
             )
     if len(set(boundaries)) != len(boundaries):
@@ -141,7 +142,7 @@ def capture_from_draft_config(
     """Streams (with `final`) that a draft's config names, read by an engine's convention."""
     try:
         config = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise InvalidInput(f"--capture-from {path}: {e}") from None
     ids = _layer_ids(config)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):

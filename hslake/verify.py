@@ -20,6 +20,7 @@ from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
 from hslake.picks import mask_fits
+from hslake.pins import read_pins
 from hslake.progress import Bar
 from hslake.segment import inventory
 from hslake.segment.layout import HIDDEN
@@ -30,7 +31,7 @@ LEVELS = ("manifest", "checksum", "full")
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing found wrong. `sample_ids`: the live samples it costs."""
+    """One thing found wrong. `sample_ids`: the live samples it costs; `segment_id`: "" of a pin."""
 
     segment_id: str
     what: str
@@ -39,13 +40,14 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What was looked at and what was found."""
+    """What was looked at and what was found. `warnings` may be harmless."""
 
     level: str
     samples: int = 0
     tokens: int = 0
     segments: int = 0
     damage: list[Damage] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     quarantined: int = 0
 
     @property
@@ -71,19 +73,23 @@ def verify(
     if level not in LEVELS:
         raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
     lake = open_lake(lake_url)
+    strays: list[str] = []
     for table in (lake.manifest_table(), lake.plan_table()):
         table.check()
+        strays += _strays(table)
     rows = rowcheck.read(lake, sample, where)
     if where and not rows:
         raise InvalidInput(f"--where {where!r} selects no sample of the lake")
-    report = VerifyReport(level, len(rows), sum(r["length"] or 0 for r in rows))
+    tokens = sum(r["length"] or 0 for r in rows)
+    report = VerifyReport(level, len(rows), tokens, warnings=strays)
+    report.damage += [Damage("", problem, ()) for problem in read_pins(lake)[1]]
     by_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         lacking = rowcheck.lacking(row, lake.spec.streams)
         what = lacking or rowcheck.differing(row)
         if what:
             names = (row["sample_id"],) if row["sample_id"] and row["segment_id"] else ()
-            report.damage.append(Damage(row["segment_id"] or "without an id", what, names))
+            report.damage.append(Damage(row["segment_id"] or "", what, names))
         if lacking:
             continue  # neither found nor compared without it
         by_segment.setdefault(row["segment_id"], []).append(row)
@@ -97,6 +103,18 @@ def verify(
             lake, {(d.segment_id, s): d.what for d in report.damage for s in d.sample_ids}
         )
     return report
+
+
+def _strays(table: catalog.TableState) -> list[str]:
+    """A writer that died before its commit leaves the same trace as a log that lost its newest
+    entry, whose number the next commit then takes: so it is no damage, but worth a look."""
+    return [
+        f"{table.store.url(table.name)}/{name}: no entry of the log names it. Either its writer "
+        "lost a race, died before its commit or is at it now, and all is well; or the log lost its "
+        "newest entries: if what the file holds was reported as committed, restore them from a "
+        "copy before anything else commits"
+        for name in table.strays()
+    ]
 
 
 def _twice(rows: Sequence[dict[str, Any]]) -> list[Damage]:

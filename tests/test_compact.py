@@ -457,3 +457,35 @@ def test_a_sample_planned_again_after_its_tombstone_is_taken(tmp_path):
     made.stage([name])
     assert compact(made.url, [made.staging]).samples == 1
     check(made)
+
+
+def test_vacuum_removes_what_killed_writers_left(tmp_path):
+    from datetime import timedelta
+
+    made = make_lake(tmp_path, 3)
+    store = made.lake.store
+    named = next(p for p in store.list("segments") if p.endswith("/zarr.json")).split("/")[1]
+    unborn = "01900000-0000-7000-8000-000000000000"
+    unfinished = f".0.{'a' * 32}.tmp"
+    left = [
+        f".hslake-probe-{'b' * 32}",
+        f"manifest/.part.{'c' * 32}.tmp",
+        f"segments/{unborn}/hidden_states/c/0/0/{unfinished}",
+        f"segments/{named}/hidden_states/c/0/0/{unfinished}",
+    ]
+    foreign = ["segments/.notes.tmp", f"segments/{named}/.0.tmp"]
+    for path in left + foreign:
+        store.local(path).parent.mkdir(parents=True, exist_ok=True)
+        store.local(path).write_bytes(b"123")
+    assert store.leftovers(0) == {}
+    assert vacuum(made.url).leftovers == ()  # too young
+    dry = vacuum(made.url, timedelta(0), dry_run=True)
+    assert (sorted(dry.leftovers), dry.bytes, dry.removed) == (left, 12, False)
+    assert all(store.local(p).exists() for p in left)
+    done = vacuum(made.url, timedelta(0))
+    assert (sorted(done.leftovers), done.segments, done.removed) == (left, (), True)
+    assert not any(store.local(p).exists() for p in left)
+    assert all(store.local(p).exists() for p in foreign)
+    assert not store.local(f"segments/{unborn}").exists()
+    assert store.local(f"segments/{named}").is_dir()
+    check(made)

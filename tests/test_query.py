@@ -13,9 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import hslake
 from hslake import query, schemas
-from hslake.errors import InvalidInput
+from hslake.audit import audit
+from hslake.errors import Corrupt, InvalidInput, Unavailable
 from hslake.spec import Estimate, ModelInfo, make_spec
+from hslake.status import status
+from hslake.versions import log
+from tests.lakes import make_lake
 
 SPEC = make_spec(
     ModelInfo("toy", "ToyForCausalLM", 8, 4, 1000, {"config": None, "weights": None}),
@@ -412,3 +417,33 @@ def test_spills_to_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
         seen = list(tmp_path.iterdir())
     assert [p.name.startswith("hslake-duckdb-") for p in seen] == [True]
     assert not list(tmp_path.iterdir()) and not Path(".tmp").exists()
+
+
+def test_a_damaged_table_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_lake(tmp_path, lengths=[10, 300])
+    file = next((Path(made.url) / "manifest").glob("*.parquet"))
+    whole = file.read_bytes()
+    end = pq.ParquetFile(file).metadata.row_group(0).column(28).data_page_offset
+    for data in (bytes(end - 4), b"\xff" * (end - 4)):  # DuckDB need not name the file
+        file.write_bytes(whole[:4] + data + whole[end:])
+        for read in (
+            lambda: query.run(made.url, "select * from samples"),
+            lambda: log(made.url),
+            lambda: audit(made.url),
+            lambda: status(made.url),
+        ):
+            with pytest.raises(Corrupt, match=file.name):
+                read()
+    file.write_bytes(whole)
+    lake = hslake.open(made.url)
+    with pytest.raises(InvalidInput, match="the query failed"):  # nothing is damaged
+        query.run(lake, "select error(sample_id) from samples")
+    # What is kept from us is no damage.
+    monkeypatch.setattr(query, "open_store", _keeps_out)
+    file.write_bytes(b"")
+    with pytest.raises(Unavailable):
+        query.run(hslake.open(made.url), "coverage")
+
+
+def _keeps_out(url: str) -> None:
+    raise Unavailable(url)

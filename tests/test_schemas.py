@@ -7,10 +7,11 @@ import pytest
 
 from hslake import schemas
 from hslake.errors import InvalidInput
+from hslake.pins import pin
 from hslake.server import ServerDown, parse_status
 from hslake.staging import read_status
 from hslake.verify import verify
-from hslake.versions import log, pin
+from hslake.versions import log
 from tests.lakes import make_lake
 
 NAMES = {p.stem for p in schemas.data_dir("schemas").glob("*.json")}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hslake.cli.common import Json, Lake, examples, plain, print_json, print_pairs
+from hslake.cli.common import Json, Lake, examples, note, plain, print_json, print_pairs
 from hslake.errors import CheckFailed
 from hslake.units import format_count
 
@@ -73,9 +73,12 @@ def verify(
         )
         for found in report.damage[:_SHOWN]:
             names = ", ".join(found.sample_ids[:3]) + (", …" if len(found.sample_ids) > 3 else "")
-            print(f"  segment {found.segment_id}: {found.what}" + (f" ({names})" if names else ""))
+            segment = f"segment {found.segment_id}: " if found.segment_id else ""
+            print(f"  {segment}{found.what}" + (f" ({names})" if names else ""))
         if len(report.damage) > _SHOWN:
             print(f"  … {len(report.damage) - _SHOWN} more; --json lists all")
+        for warning in report.warnings[:_SHOWN]:
+            note(f"warning: {warning}")
     if not report.ok:
         lost = len({s for d in report.damage for s in d.sample_ids})
         if report.quarantined:

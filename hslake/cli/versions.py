@@ -34,7 +34,7 @@ def log(
     """History: one line for each version that changed samples."""
     import hslake.versions
 
-    rows = hslake.versions.log(lake)
+    rows = hslake.versions.log(lake, warn=lambda problem: note(f"warning: {problem}"))
     shown = rows[:limit] if limit else rows
     if json:
         print_json(shown)
@@ -60,10 +60,10 @@ def pin(
 ) -> None:
     """Name a version, so that it is kept. A name never moves."""
     import hslake
-    import hslake.versions
+    import hslake.pins
 
     if show:
-        pins = hslake.versions.pins(hslake.open(lake))
+        pins = hslake.pins.pins(hslake.open(lake))
         if json:
             print_json(pins)
         else:
@@ -72,7 +72,7 @@ def pin(
         return
     if not name:
         raise InvalidInput("expected a NAME for the version: hslake pin LAKE NAME (or --list)")
-    made = hslake.versions.pin(lake, name, version)
+    made = hslake.pins.pin(lake, name, version)
     if json:
         print_json(made)
     else:
@@ -88,7 +88,7 @@ def vacuum(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Remove segments that no version names.
+    """Remove segments that no version names, and unfinished files.
 
     They are left when a compactor dies before its commit.
     """
@@ -100,9 +100,14 @@ def vacuum(
         print_json(report)
         return
     verb = "removed" if report.removed else ("would remove" if dry_run else "found")
-    print(f"{verb} {len(report.segments)} orphaned segments, {format_bytes(report.bytes)}")
+    count = len(report.segments)
+    print(f"{verb} {count} orphaned segments; {format_bytes(report.bytes)} in all")
     for segment in report.segments:
         print(f"  {segment}")
+    if report.leftovers:
+        print(f"{verb} {len(report.leftovers)} files that killed writers never finished")
+    for path in report.leftovers:
+        print(f"  {path}")
 
 
 def register(app: typer.Typer) -> None:

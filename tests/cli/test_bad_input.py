@@ -171,6 +171,7 @@ def test_a_plan_of_nothing_says_so(lake: str, tmp_path: Path) -> None:
         ("-1", "'-1' is no stream"),
         ("middle", "'middle' is no stream"),
         ("eagle3,final", "'eagle3' is no stream"),
+        ("9" * 5000, "9' is no stream"),
         ("1,,2", "'' is no stream"),
         ("", "'' is no stream"),
     ],
@@ -223,6 +224,9 @@ def spec_with(**change: Any) -> Callable[[bytes], bytes]:
         (lambda text: text[:50], "is not JSON"),
         (lambda text: b"\xff", "is not JSON"),
         (lambda text: b"[]", "is not of type 'object'"),
+        (lambda text: b"[" * 100_000, "is not JSON"),
+        (lambda text: b'{"a":' * 100_000, "is not JSON"),
+        (lambda text: text[:-2] + b', "codec": ' + b"9" * 5000 + b"}", "is not JSON"),
         (spec_with(format_version=2), "format version 2; this hslake reads up to 1: upgrade"),
         (spec_with(format_version="1"), "format_version: 1 was expected"),
         (spec_with(streams=["99"]), "'99' is no stream"),
@@ -230,6 +234,9 @@ def spec_with(**change: Any) -> Callable[[bytes], bytes]:
         (spec_with(streams=["final", "2"]), "streams: found ['final', '2']"),
         (spec_with(codec=None), "codec: None is not one of"),
         (spec_with(extra=1), "'extra' was unexpected"),
+        (spec_with(dtype="float16"), "digest: found"),  # another model of as many bytes
+        (spec_with(digest="0" * 64), "digest: found"),
+        (spec_with(lake_id="0" * 32), "the file was changed"),
     ],
 )
 def test_damaged_specs(lake: str, damage: Callable[[bytes], bytes], message: str) -> None:
@@ -241,6 +248,15 @@ def test_damaged_specs(lake: str, damage: Callable[[bytes], bytes], message: str
     with pytest.raises(InvalidInput):
         hslake.open(lake)
     assert snapshot(lake) == before
+
+
+def test_a_spec_without_a_digest_opens(lake: str) -> None:
+    path = Path(lake) / "hslake.json"
+    document = json.loads(path.read_text())
+    text = json.dumps({k: v for k, v in document.items() if k != "digest"}, sort_keys=True)
+    assert document.pop("digest") and hslake.open(lake).spec.to_json() == path.read_text()
+    path.write_text(text)
+    assert hslake.open(lake).spec.codec == document["codec"]
 
 
 def test_a_spec_that_cannot_be_read(lake: str) -> None:
@@ -256,9 +272,16 @@ def test_damaged_pins(lake: str) -> None:
     other = json.dumps({"name": "b", "version": 0, "pinned_at": "2026-01-02T03:04:05+00:00"})
     for text, message in (("{", "is not JSON"), ("{}", "'name' is a required"), (other, "'b'")):
         path.write_text(text)
-        for args in (("log", lake), ("pin", lake, "--list"), ("pin", lake, "new")):
+        for args in (("pin", lake, "--list"), ("pin", lake, "a")):
             refused(call(*args), str(path), message, code=1)
+        found = call("log", lake)  # which goes on without it, and says so
+        assert found.exit_code == 0 and f"warning: {path}" in found.stderr
+        for level in ("manifest", "full"):
+            found = call("verify", lake, "--level", level, "--quarantine")
+            refused(found, "1 findings, 0 samples", code=1)
+            assert str(path) in found.stdout and message in found.stdout
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+    assert call("pin", lake, "new").exit_code == 0
 
 
 def test_damaged_table_files(tmp_path: Path) -> None:
