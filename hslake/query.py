@@ -370,6 +370,14 @@ def execute(
         raise _failed(con, error) from error
 
 
+def keep(con: duckdb.DuckDBPyConnection, name: str, sql: str) -> None:
+    """Copy the rows of one SELECT into the temporary table `name`. Raises as `execute` does."""
+    try:
+        con.execute(f"create temp table {name} as {sql}")
+    except duckdb.Error as error:
+        raise _failed(con, error) from error
+
+
 def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
     if isinstance(error, duckdb.OutOfMemoryException):
         return NoSpace(

@@ -251,3 +251,27 @@ def test_read(tmp_path: Path) -> None:
     assert hslake.open(lake.url, version=0).sql("select * from samples").fetchall() == []
     found = lake.sql("select length from samples where sample_id = $i", {"i": "A1-0"}).fetchall()
     assert found == [(300,)]
+
+
+def test_locations_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
+    lake = hslake.create(tmp_path / "lake", hidden_size=8, num_layers=10, capture="1,final")
+    names = [f"A1-{i}" for i in range(20)]
+    rows = {
+        "op": ["add"] * 20, "sample_id": names, "source": ["A1"] * 20, "split": ["train"] * 20,
+        "length": [5] * 20, "segment_id": ["s"] * 20, "segment_tokens": [5120] * 20,
+        "token_start": [256 * i for i in range(20)],
+    }  # fmt: skip
+    catalog.commit(lake.store, "manifest", lambda _: pa.table(rows), "t1")
+    hide = {"op": ["hide"], "sample_id": ["A1-3"], "segment_id": ["s"]}
+    catalog.commit(lake.store, "manifest", lambda _: pa.table(hide), "t2")
+    lake = lake.refresh()
+    for name in names * 2:  # the first look-up reads the manifest, the others a table of it
+        if name == "A1-3":
+            with pytest.raises(Missing, match="A1-3"):
+                lake.location(name)
+        else:
+            assert lake.location(name).token_start == 256 * names.index(name)
+    lake = lake.refresh()
+    for _ in range(3):
+        with pytest.raises(Missing, match="A1-3"):
+            lake.location("A1-3")
