@@ -5,7 +5,7 @@ Bytes come from the manifest (every commit records what its segments hold), so n
 
 import html
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -225,8 +225,3 @@ def _scale(largest: int) -> tuple[float, str]:
         if largest >= factor:
             return factor, unit
     return 1e3, "kB"
-
-
-def as_dict(result: AuditReport) -> dict[str, Any]:
-    """Plain values, for JSON."""
-    return asdict(result)

@@ -20,15 +20,6 @@ class Evaluation:
     loss: list[float]
     rows: list[int]
 
-    @property
-    def expected_accepted(self) -> float:
-        """Tokens accepted per draft chain when steps agree independently: a1 + a1 a2 + ..."""
-        accepted, chance = 0.0, 1.0
-        for a in self.agreement:
-            chance *= a
-            accepted += chance
-        return accepted
-
 
 @torch.inference_mode()
 def evaluate(draft: Eagle3Draft, batches: Iterable[Batch], steps: int) -> Evaluation:

@@ -11,7 +11,7 @@ with another number of ranks.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import duckdb
@@ -75,13 +75,6 @@ def epoch_order(refs: pa.Table, seed: int, epoch: int) -> np.ndarray:
 def padded_length(tokens: int, multiple: int) -> int:
     """`tokens` rounded up to a multiple of `multiple`."""
     return -(-tokens // multiple) * multiple
-
-
-def batch_tokens(lengths: Sequence[int], layout: str, multiple: int = 1) -> int:
-    """Token slots that a batch of samples with these lengths takes in `layout`."""
-    if layout == "padded":
-        return len(lengths) * padded_length(max(lengths), multiple)
-    return padded_length(sum(lengths), multiple)
 
 
 def sort_windows(order: np.ndarray, lengths: np.ndarray, window_tokens: int) -> np.ndarray:
