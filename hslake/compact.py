@@ -5,9 +5,9 @@ then are parts marked DONE. A crash before the commit leaves an invisible orphan
 leaves rows that the next pass finds already live and gives up as duplicates.
 """
 
+import contextlib
 import logging
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ from hslake.progress import Bar
 from hslake.segment.write import new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
-from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_writer
+from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_remains, remove_writer
 from hslake.staging.locks import Lock, is_locked, try_lock
 from hslake.staging.part import (
     DONE,
@@ -136,6 +136,8 @@ def _pass(
     """`sound`: files of the plan that earlier passes checked."""
     spec = read_spec(lake_url)
     writers = [w for root in roots for w in scan(root)]
+    for root in roots:
+        remove_remains(root)
     report.skipped = []
     held: list[Lock] = []
     dead: set[Path] = set()
@@ -147,14 +149,17 @@ def _pass(
             # it look alive, and its parts would vanish under us.
             mine_alone = try_lock(found.path / COMPACT_LOCK)
             if mine_alone is None:
-                if is_locked(found.path / COMPACT_LOCK):  # else the folder has just gone
+                if is_locked(found.path / COMPACT_LOCK):
                     tell(report.skipped, found.path.name)
+                else:
+                    _tell_unlockable(found.path, COMPACT_LOCK, report)
                 continue
             held.append(mine_alone)
             writer = read_writer(found.path)
             if not writer.alive:
                 lock = try_lock(writer.path / LOCK)
                 if lock is None:
+                    _tell_unlockable(writer.path, LOCK, report)
                     continue
                 held.append(lock)
                 dead.add(writer.path)
@@ -179,6 +184,17 @@ def _pass(
             source.lock.release()
         for lock in held:
             lock.release()
+
+
+def _tell_unlockable(folder: Path, lock: str, report: CompactReport) -> None:
+    """Without the file nobody can tell whether the writer lives. (A folder without either has just
+    been removed.)"""
+    if folder.is_dir() and not (folder / lock).exists():
+        tell(
+            report.damage,
+            f"{folder / lock} is gone, so nobody can tell whether this writer lives: left alone. "
+            f"If its server has ended, `touch {folder / lock}` lets compact take what it holds",
+        )
 
 
 def _tell_lost(writer: WriterDir, report: CompactReport) -> None:
@@ -343,8 +359,17 @@ def _free(sources: list[_Source]) -> None:
             continue
         path = source.info.path
         if source.info.damage:
-            aside = path.parent.parent / DAMAGED / f"{path.parent.name}.{path.name}"
-            aside.mkdir(parents=True, exist_ok=True)
-            for name in (JOURNAL, METADATA):
-                shutil.copyfile(path / name, aside / name)
+            _keep_journal(path)
         (path / DONE).touch()
+
+
+def _keep_journal(path: Path) -> None:
+    """Keep a damaged journal aside: linked, as staging may be full."""
+    aside = path.parent.parent / DAMAGED / f"{path.parent.name}.{path.name}"
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        for name in (JOURNAL, METADATA):
+            with contextlib.suppress(FileExistsError):
+                os.link(path / name, aside / name)
+    except OSError as error:
+        log.warning("%s is not kept aside: %s", path / JOURNAL, error)

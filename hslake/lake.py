@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,9 +81,7 @@ class Lake:
         self.store, self.spec = store, spec
         self._manifest, self._plan = manifest, plan
         self._reader = SegmentReader(store, spec)
-        self._connection: duckdb.DuckDBPyConnection | None = None
-        self._looks = 0  # samples that were looked up
-        self._lock = threading.Lock()
+        self._leave_parent()
 
     def __repr__(self) -> str:
         return f"<hslake.Lake {self.url} version {self.version}>"
@@ -114,10 +113,23 @@ class Lake:
         """The same lake at its newest version."""
         return _open(self.store, self.spec, None)
 
+    def _leave_parent(self) -> None:
+        """Start without connections: at first, and after a fork, where the parent's would hang."""
+        if getattr(self, "_pid", None) == os.getpid():
+            return
+        # Kept, as closing them here would hang too.
+        self._of_parent = [self.__dict__.get(n) for n in ("_connection", "_lookups")]
+        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._lookups: duckdb.DuckDBPyConnection | None = None
+        self._looks = 0  # samples that were looked up
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
     def connect(self) -> duckdb.DuckDBPyConnection:
         """This lake's DuckDB connection, made on first use (`hslake.query.connect`)."""
         from hslake import query
 
+        self._leave_parent()
         with self._lock:
             if self._connection is None:
                 self._connection = query.connect(self)
@@ -141,16 +153,18 @@ class Lake:
         if not isinstance(sample_id, str):
             raise InvalidInput(f"sample_id: found {sample_id!r}, expected a string")
         columns = f"select {', '.join(SampleLocation.__dataclass_fields__)} from"
-        # A cursor of the connection has none of its views; the lock keeps threads apart.
-        connection = self.connect()
+        self._leave_parent()
         with self._lock:
+            # Not the caller's connection: it may be in the middle of a result.
+            if self._lookups is None:
+                self._lookups = query.connect(self)
             # Each look in the manifest reads all of it: whoever comes twice gets a table.
             if self._looks == 1:
-                query.keep(connection, _LOCATIONS, f"{columns} samples")
+                query.keep(self._lookups, _LOCATIONS, f"{columns} samples")
             table = _LOCATIONS if self._looks else "samples"
             self._looks += 1
             text = f"{columns} {table} where sample_id = $id"
-            rows = query.execute(connection, text, {"id": sample_id}).to_pylist()
+            rows = query.execute(self._lookups, text, {"id": sample_id}).to_pylist()
         if not rows:
             raise Missing(
                 f"{self.url} has no sample {sample_id!r} at version {self.version}: see "

@@ -373,7 +373,7 @@ def execute(
 def keep(con: duckdb.DuckDBPyConnection, name: str, sql: str) -> None:
     """Copy the rows of one SELECT into the temporary table `name`. Raises as `execute` does."""
     try:
-        con.execute(f"create temp table {name} as {sql}")
+        con.execute(f"create or replace temp table {name} as {sql}")
     except duckdb.Error as error:
         raise _failed(con, error) from error
 

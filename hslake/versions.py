@@ -33,6 +33,10 @@ class VacuumReport:
     leftovers: tuple[str, ...] = ()
 
 
+# Younger unfinished files may be somebody's who is writing them, whatever `retain` says.
+_AT_WORK = timedelta(minutes=10)
+
+
 def log(lake_url: str, warn: Callable[[str], object] = _LOG.warning) -> list[dict[str, Any]]:
     """One dict per manifest version, newest first: version, at, adds, hides, tokens, pins.
 
@@ -64,7 +68,7 @@ def vacuum(
     named = manifest.segments(catalog.open_table(lake.store, "manifest"), "add")
     limit = datetime.now(UTC) - retain
     orphans = sorted(s for s in stored - named if _born(s) < limit)
-    left = lake.store.leftovers(limit.timestamp())
+    left = lake.store.leftovers(min(limit, datetime.now(UTC) - _AT_WORK).timestamp())
     size = sum(lake.store.size(p) for p in objects if p.split("/")[1] in set(orphans))
     size += sum(left.values())
     if dry_run:

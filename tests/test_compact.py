@@ -479,6 +479,9 @@ def test_vacuum_removes_what_killed_writers_left(tmp_path):
         store.local(path).write_bytes(b"123")
     assert store.leftovers(0) == {}
     assert vacuum(made.url).leftovers == ()  # too young
+    assert vacuum(made.url, timedelta(0), dry_run=True).leftovers == ()  # perhaps being written
+    for path in left:
+        os.utime(store.local(path), (0, time.time() - 3600))
     dry = vacuum(made.url, timedelta(0), dry_run=True)
     assert (sorted(dry.leftovers), dry.bytes, dry.removed) == (left, 12, False)
     assert all(store.local(p).exists() for p in left)
@@ -489,3 +492,35 @@ def test_vacuum_removes_what_killed_writers_left(tmp_path):
     assert not store.local(f"segments/{unborn}").exists()
     assert store.local(f"segments/{named}").is_dir()
     check(made)
+
+
+@pytest.mark.parametrize("lock", ["lock", "compact.lock"])
+def test_a_writer_without_its_lock_file_is_told_and_left_alone(tmp_path, lock):
+    made = make_lake(tmp_path, 1)
+    names = made.plan([10])
+    made.stage(names)
+    (folder,) = (w.path for w in scan(made.staging))
+    (folder / lock).unlink()
+    report = compact(made.url, [made.staging])
+    assert not report.passed and f"{folder / lock} is gone" in report.damage[0]
+    (folder / lock).touch()
+    assert compact(made.url, [made.staging]).samples == 1
+    check(made)
+
+
+def test_a_damaged_journal_on_full_staging_stops_nothing(tmp_path, monkeypatch):
+    made = make_lake(tmp_path, 1)
+    made.stage(made.plan([10, 20]))
+    (journal,) = made.staging.glob("*/part-*/journal")
+    data = bytearray(journal.read_bytes())
+    at = len(bytes(data).rstrip(b"\0")) - 1
+    data[at] ^= 1
+    journal.write_bytes(bytes(data))
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    report = compact(made.url, [made.staging])
+    assert report.damage and report.samples == 1
+    assert not list(made.staging.glob("*/part-*"))  # taken, and freed

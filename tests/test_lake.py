@@ -1,9 +1,11 @@
 """Making and opening lakes; the store; model fingerprints and the final norm."""
 
 import json
+import os
 import pickle
 import struct
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from hslake.errors import Conflict, InvalidInput, Missing
 from hslake.segment.write import SegmentSample, new_segment_id, write_segment
 from hslake.spec import check_fingerprint, model_fingerprint, read_spec
 from hslake.store import Store, open_store
+from tests.lakes import make_lake
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -275,3 +278,22 @@ def test_locations_are_the_same_however_often_they_are_asked_for(tmp_path: Path)
     for _ in range(3):
         with pytest.raises(Missing, match="A1-3"):
             lake.location("A1-3")
+
+
+def test_reading_while_a_result_is_open_and_in_a_forked_process(tmp_path: Path) -> None:
+    made = make_lake(tmp_path, 3)
+    lake = hslake.open(made.url)
+    rows = lake.sql("select sample_id from samples").to_arrow_reader(1)
+    assert rows.read_next_batch().num_rows == 1
+    for name in made.samples:  # the result above is not read to its end
+        assert lake.read(name).length == len(made.samples[name].input_ids)
+    child = os.fork()
+    if not child:
+        ok = all(lake.location(n).length == len(t.input_ids) for n, t in made.samples.items())
+        os._exit(0 if ok else 1)
+    end = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, 9)
+        time.sleep(0.05)
+    assert done[1] == 0

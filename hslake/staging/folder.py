@@ -1,16 +1,19 @@
 """A writer's folder: its birth and its end, and the names in it."""
 
+import contextlib
 import shutil
+import time
 import uuid
 from pathlib import Path
 
 from hslake.errors import Conflict
-from hslake.staging.locks import Lock, rename_folder, try_lock
+from hslake.staging.locks import Lock, is_locked, rename_folder, try_lock
 
 EVENTS = "events"
 LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
+_BIRTH_S = 60.0  # no birth takes so long
 
 
 def make_writer(root: Path) -> tuple[Path, Lock]:
@@ -35,4 +38,15 @@ def remove_writer(folder: Path) -> None:
     # One rename takes it out of everybody's sight; a half-removed folder is never found by a scan.
     gone = folder.with_name(f".{folder.name}.gone")
     folder.rename(gone)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # what stays is for remove_remains
+
+
+def remove_remains(root: Path) -> None:
+    """Remove what kills left out of sight under a staging root: folders half removed, and those of
+    writers that died before their birth."""
+    for path in root.glob(".*.gone"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(".*.new"):
+        with contextlib.suppress(FileNotFoundError):  # born meanwhile
+            if time.time() - path.stat().st_mtime > _BIRTH_S and not is_locked(path / LOCK):
+                shutil.rmtree(path, ignore_errors=True)

@@ -46,8 +46,12 @@ class FrameWriter:
     def __init__(self, path: Path, table: str) -> None:
         self._schema = arrow_schema(table)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        allocate(self._fd, _GROW)
-        self._map = mmap.mmap(self._fd, _GROW)
+        try:
+            allocate(self._fd, _GROW)
+            self._map = mmap.mmap(self._fd, _GROW)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._map[: len(_HEAD)] = _HEAD
         self._at, self._seq = len(_HEAD), 0
 

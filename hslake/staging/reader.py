@@ -1,5 +1,6 @@
 """Reading staging: what writers and parts there are, and what their journals say."""
 
+import contextlib
 import json
 import uuid
 from dataclasses import dataclass, replace
@@ -39,7 +40,8 @@ def scan(root: Path) -> list[WriterDir]:
     for path in sorted(root.iterdir()):
         if not (path.is_dir() and _is_uuid(path.name)):
             continue
-        found.append(read_writer(path))
+        with contextlib.suppress(FileNotFoundError):  # a compactor has just removed it
+            found.append(read_writer(path))
     return found
 
 

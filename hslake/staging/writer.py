@@ -44,6 +44,7 @@ class StagingWriter:
         clock: Callable[[], float] = time.time,
         max_age_s: float = 3600.0,
         idle_s: float = 5.0,
+        silent_s: float = 60.0,
     ) -> None:
         if part_tokens < 1 or max_parts < 1:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
@@ -51,6 +52,7 @@ class StagingWriter:
         self.writer_id = self.folder.name
         self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
         self._clock, self._max_age_s, self._idle_s = clock, max_age_s, idle_s
+        self._silent_s = silent_s
         self._engine = dict(engine)
         self._attributes: dict[str, Any] = {
             "format": 1,
@@ -184,7 +186,10 @@ class StagingWriter:
         refresh `status.json`."""
         now = self._clock()
         for reservation in list(self._open.values()):
-            if now - reservation.touched > self._max_age_s:
+            silent, part = now - reservation.touched, reservation.part
+            # It must not hold back for long what others have completed in its part.
+            in_the_way = silent > self._silent_s and (part.passed_over or self._idle(part))
+            if in_the_way or silent > self._max_age_s:
                 self.abandon(reservation, "aged")
         self._recycle()
         for part in self._parts:
@@ -222,6 +227,7 @@ class StagingWriter:
         for reservation in list(self._open.values()):
             self.abandon(reservation, reason)
         for part in self._parts:
+            part.passed_over = True  # if it cannot be sealed now, then at a later tick
             _seal(part)
 
     def _room(self, length: int) -> Part:
@@ -251,7 +257,14 @@ class StagingWriter:
     def _new_part(self) -> Part:
         path = self.folder / f"part-{self._next:06d}"
         self._next += 1
-        part = Part(path, self.spec, self._part_tokens, self._attributes)
+        return self._add_part(path)
+
+    def _add_part(self, path: Path) -> Part:
+        try:
+            part = Part(path, self.spec, self._part_tokens, self._attributes)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # half made: nobody else would
+            raise
         self._parts.append(part)
         return part
 
@@ -285,12 +298,11 @@ class StagingWriter:
             self._next += 1
             reset_folder(part.path, fresh)
             try:
-                self._parts.append(Part(fresh, self.spec, self._part_tokens, self._attributes))
+                self._add_part(fresh)
             except (NoSpace, OSError) as error:
                 log.warning(
                     "%s is given up, a new part is made when there is room: %s", fresh, error
                 )
-                shutil.rmtree(fresh, ignore_errors=True)
             self._status_due = True
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:

@@ -197,12 +197,12 @@ class Capture:
 
     def _tick_forever(self) -> None:
         while not self._stop.wait(_TICK_S):
-            if not self.armed:
-                return
             try:
                 with self._lock:
-                    self.writer.tick()
+                    self.writer.tick()  # also when disarmed: what is in staging must get out
             except Exception as error:
+                if not self.armed:
+                    return
                 log.exception("hslake: housekeeping of staging failed")
                 self.disarm(f"housekeeping of staging: {type(error).__name__}: {error}")
 

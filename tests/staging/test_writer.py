@@ -19,6 +19,7 @@ from hslake.errors import Corrupt, InvalidInput, NoSpace
 from hslake.ids import RequestId, new_attempt
 from hslake.spec import LakeSpec, ModelInfo, make_spec
 from hslake.staging import StagingWriter, read_part, read_status, scan
+from hslake.staging.folder import remove_remains
 from hslake.staging.frames import FrameWriter, read_frames
 from hslake.staging.locks import try_lock
 from hslake.staging.reader import read_rows
@@ -432,3 +433,71 @@ def test_a_sample_that_was_begun_can_be_ended_without_room(tmp_path, monkeypatch
     w.close()
     (part,) = scan(tmp_path)[0].parts
     assert [r.state for r in read_part(part).reserved] == ["complete"] * captured
+
+
+def test_a_sample_gone_silent_holds_back_what_is_complete_for_a_minute_only(tmp_path):
+    now = [1000.0]
+    w = writer(tmp_path, spec(), tokens=64, parts=1, clock=lambda: now[0])
+    put(w, "whole", 10, 1)
+    gone = w.begin(RequestId(w.spec.lake8, new_attempt(), 20, "A1", "gone"))
+    part = w.folder / "part-000001"
+    for seconds, sealed in ((30, False), (29, False), (2, False), (6, True)):
+        now[0] += seconds
+        os.utime(w.folder / "compact.lock", (now[0], now[0]))  # a compactor is there
+        w.tick()
+        assert (part / "manifest.arrow").exists() is sealed
+    assert w.get(gone.rid.attempt) is None
+    states = {r.sample_id: r.state for r in read_part(part).reserved}
+    assert states == {"whole": "complete", "gone": "abandoned"}
+    w.close()
+
+
+def test_a_part_that_could_not_be_made_leaves_nothing(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec(), tokens=16, parts=2)
+    put(w, "first", 16, 1)
+    fds = len(list(Path("/proc/self/fd").iterdir()))
+
+    def full(fd: int, size: int) -> None:
+        raise NoSpace("tmpfs is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hslake.staging.frames.allocate", full)
+        for _ in range(3):
+            with pytest.raises(NoSpace, match="tmpfs is full"):
+                w.begin(RequestId(w.spec.lake8, new_attempt(), 16, "A1", "second"))
+    assert [p.name for p in w.folder.glob("part-*")] == ["part-000001"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == fds
+    put(w, "second", 16, 2)
+    w.close()
+
+
+def test_a_folder_that_vanishes_under_a_scan_is_no_error(tmp_path, monkeypatch):
+    w = writer(tmp_path, spec())
+    other = writer(tmp_path, spec())
+    real = Path.glob
+
+    def vanishes(self: Path, pattern: str) -> Any:
+        if self == w.folder:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+        return real(self, pattern)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", vanishes)
+        assert [found.writer_id for found in scan(tmp_path)] == [other.writer_id]
+    w.close()
+    other.close()
+
+
+def test_remains_of_kills_are_removed_and_births_are_not(tmp_path):
+    gone, old, young = (tmp_path / f".{name}" for name in ("a.gone", "b.new", "c.new"))
+    for folder in (gone, old, young):
+        (folder / "part-000001").mkdir(parents=True)
+    locked = tmp_path / ".d.new"
+    locked.mkdir()
+    held = try_lock(locked / "lock", create=True)
+    for folder in (old, locked):
+        os.utime(folder, (0, 0))
+    remove_remains(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".c.new", ".d.new"]
+    assert held is not None
+    held.release()
