@@ -280,6 +280,7 @@ def test_locations_are_the_same_however_often_they_are_asked_for(tmp_path: Path)
             lake.location("A1-3")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # its hazard is the point
 def test_reading_while_a_result_is_open_and_in_a_forked_process(tmp_path: Path) -> None:
     made = make_lake(tmp_path, 3)
     lake = hslake.open(made.url)
