@@ -81,17 +81,24 @@ class MadeLake:
         plan_files(self.url, [path])
         return names
 
-    def stage(self, names: Sequence[str], chunk: int = 100) -> None:
-        """Write the samples to staging as a server would: `chunk` rows at a time."""
+    def writer(self, tokens: int, engine: dict[str, str] | None = None) -> StagingWriter:
+        """A writer of this lake with one part of `tokens` rows."""
         spec = self.lake.spec
-        tokens = sum(len(self.samples[n].input_ids) for n in names)
-        writer = StagingWriter(
+        return StagingWriter(
             self.staging,
             spec,
             part_tokens=tokens,
             max_parts=1,
             fingerprint=spec.model.fingerprint,
-            engine={
+            engine=engine or {},
+        )
+
+    def stage(self, names: Sequence[str], chunk: int = 100) -> None:
+        """Write the samples to staging as a server would: `chunk` rows at a time."""
+        tokens = sum(len(self.samples[n].input_ids) for n in names)
+        writer = self.writer(
+            tokens,
+            {
                 "engine": "test",
                 "engine_version": "0",
                 "hook_version": hslake.__version__,

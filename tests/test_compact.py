@@ -78,14 +78,7 @@ def test_unplanned_and_wrong_tokens_never_enter(tmp_path):
     made.stage(names)
     made.samples[names[0]].input_ids[3] -= 1
     spec = made.lake.spec
-    writer = StagingWriter(
-        made.staging,
-        spec,
-        part_tokens=64,
-        max_parts=1,
-        fingerprint=spec.model.fingerprint,
-        engine={},
-    )
+    writer = made.writer(64)
     probe = writer.begin(RequestId(spec.lake8, new_attempt(), 4, "A1", "__hslake_probe__1"))
     writer.wrote(probe, 0, 4, [0] * 4, [RowStats()] * 4)
     writer.close()
@@ -202,11 +195,7 @@ def test_a_part_that_lost_its_journal_is_told(tmp_path):
 @pytest.mark.parametrize("step", range(12))
 def test_a_part_half_recycled_or_half_made_is_no_damage(tmp_path, monkeypatch, step):
     made = make_lake(tmp_path, 1)
-    spec = made.lake.spec
-    writer = StagingWriter(
-        made.staging, spec, part_tokens=8, max_parts=1,
-        fingerprint=spec.model.fingerprint, engine={},
-    )  # fmt: skip
+    writer = made.writer(8)
     (name,) = made.plan([8])
     made.put(writer, name)
     writer.set_health(False, "sealed")
@@ -246,14 +235,7 @@ def test_stopped_between_segments_frees_nothing_that_is_not_committed(tmp_path):
 def test_a_watching_compactor_tells_its_writers_that_it_is_there(tmp_path):
     made = make_lake(tmp_path, 1)
     spec = made.lake.spec
-    writer = StagingWriter(
-        made.staging,
-        spec,
-        part_tokens=8,
-        max_parts=1,
-        fingerprint=spec.model.fingerprint,
-        engine={},
-    )
+    writer = made.writer(8)
     lock = writer.folder / "compact.lock"
     os.utime(lock, (5, 5))
     # A request that was cut short leaves its reservation open.

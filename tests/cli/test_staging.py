@@ -133,15 +133,7 @@ def test_compact_names_damage_and_exits_1(made: MadeLake) -> None:
 def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool) -> None:
     code = "from hslake.cli import main; main()"
     args = ["compact", made.url, "--staging", str(made.staging), "--watch", "--interval", "60"]
-    spec = made.lake.spec
-    writer = StagingWriter(
-        made.staging,
-        spec,
-        part_tokens=8,
-        max_parts=1,
-        fingerprint=spec.model.fingerprint,
-        engine={},
-    )
+    writer = made.writer(8)
     lock = writer.folder / "compact.lock"
     os.utime(lock, (5, 5))
     if busy:
