@@ -113,3 +113,21 @@ def row_stats(values: np.ndarray) -> RowStats:
             total += float(flat @ flat)
             peak = max(peak, float(np.abs(block).max()))
     return RowStats(total, peak, bad, values.size)
+
+
+def fold(digests: np.ndarray, position: int, width: int) -> tuple[int, RowStats]:
+    """Partial checksum and statistics of n rows of `width` values out of their digests.
+
+    `digests`: int64 [4, n], of each row the sum of its weighted lanes (mod 2**64), then, as the bit
+    patterns of float64, sum of squares and absolute maximum of its finite values, and the count of
+    the others. `position`: place of the first row in its sample.
+    """
+    sums, squares, peaks, bad = np.ascontiguousarray(digests)
+    total = (sums.view(np.uint64) * row_weights(position, len(sums))).sum(dtype=np.uint64)
+    stats = RowStats(
+        float(squares.view(np.float64).sum()),
+        float(peaks.view(np.float64).max(initial=0.0)),
+        int(bad.sum()),
+        len(sums) * width,
+    )
+    return int(total), stats

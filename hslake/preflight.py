@@ -16,7 +16,7 @@ from hslake.progress import ProgressMaker, Silent
 from hslake.server import Server, new_session
 from hslake.staging import read_part, read_status, scan
 from hslake.staging.check import check_part
-from hslake.staging.part import part_bytes
+from hslake.staging.memory import part_bytes
 from hslake.staging.space import cgroup_headroom
 from hslake.units import format_bytes
 from hslake.worklist import Worklist, read_ids, worklist

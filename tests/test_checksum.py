@@ -54,7 +54,7 @@ def test_published_vectors(vector):
     assert f"{slow_checksum(lanes, position):016x}" == vector["sum"]
     assert f"{checksum.rows_checksum(rows, position):016x}" == vector["sum"]
     tensor = as_torch(rows, vector["dtype"])
-    assert f"{torch_checksum.rows_checksum(tensor, position):016x}" == vector["sum"]
+    assert f"{torch_checksum.digest(tensor, position)[0]:016x}" == vector["sum"]
     assert str(checksum.to_int64(int(vector["sum"], 16))) == vector["stored"]
 
 
@@ -65,7 +65,7 @@ def test_implementations_agree(rows, hidden, position, seed):
     found = checksum.rows_checksum(bits, position)
     assert found == slow_checksum(bits.tolist(), position)
     for dtype in ("bfloat16", "float16"):
-        assert found == torch_checksum.rows_checksum(as_torch(bits, dtype), position)
+        assert found == torch_checksum.digest(as_torch(bits, dtype), position)[0]
 
 
 @FEW
@@ -74,16 +74,16 @@ def test_partial_sums_add_up(rows, data):
     bits = RNG.integers(0, 65536, (rows, 33)).astype(np.uint16)
     cut = data.draw(st.integers(1, rows - 1))
     tensor = as_torch(bits, "bfloat16")
-    parts = torch_checksum.rows_checksum(tensor[:cut], 0)
-    parts += torch_checksum.rows_checksum(tensor[cut:], cut)
+    parts = torch_checksum.digest(tensor[:cut], 0)[0]
+    parts += torch_checksum.digest(tensor[cut:], cut)[0]
     assert checksum.to_int64(parts) == checksum.sample_checksum(bits)
 
 
 def test_blocks_do_not_matter(monkeypatch):
     tensor = torch.randn(300, 64)
-    whole = torch_checksum.rows_checksum(tensor, 5), torch_checksum.row_stats(tensor)
+    whole = torch_checksum.digest(tensor, 5)
     monkeypatch.setattr(torch_checksum, "_CPU_BLOCK_BYTES", 8 * 128 * 7)
-    again = torch_checksum.rows_checksum(tensor, 5), torch_checksum.row_stats(tensor)
+    again = torch_checksum.digest(tensor, 5)
     assert whole[0] == again[0] == checksum.rows_checksum(tensor.numpy(), 5)
     assert whole[1].absmax == again[1].absmax
     assert whole[1].sum_squares == pytest.approx(again[1].sum_squares, rel=1e-12)
@@ -93,7 +93,7 @@ def test_rows_with_a_stride():
     """A stream's columns in a wider tensor, as the server hands them over."""
     wide = torch.randn(20, 96)
     part = wide[:, 32:64]
-    assert torch_checksum.rows_checksum(part) == checksum.rows_checksum(part.numpy().copy())
+    assert torch_checksum.digest(part)[0] == checksum.rows_checksum(part.numpy().copy())
 
 
 def damage(bits, how):
@@ -129,7 +129,7 @@ def test_damage_is_caught(how):
     for seed in range(50):
         bits = np.random.default_rng(seed).integers(0, 65536, (32, 16)).astype(np.uint16)
         tensor = as_torch(damage(bits, how), "bfloat16")
-        assert torch_checksum.rows_checksum(tensor) != checksum.rows_checksum(bits), how
+        assert torch_checksum.digest(tensor)[0] != checksum.rows_checksum(bits), how
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -138,16 +138,15 @@ def test_statistics_agree(dtype):
     tensor[3, 4], tensor[150, 0], tensor[9, 9] = float("nan"), float("inf"), -float("inf")
     bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
     values = checksum.to_float32(bits.view(f"u{tensor.element_size()}"), dtype)
-    wanted, found = checksum.row_stats(values), torch_checksum.row_stats(tensor)
+    wanted, found = checksum.row_stats(values), torch_checksum.digest(tensor)[1]
     assert (found.nonfinite, found.count, found.absmax) == (3, 9600, wanted.absmax)
     assert found.rms() == pytest.approx(wanted.rms(), rel=1e-12)
 
 
 def test_statistics_of_large_values_do_not_overflow():
     tensor = torch.full((4, 8), 3e38)
-    assert torch_checksum.row_stats(tensor).rms() == pytest.approx(3e38, rel=1e-6)
+    assert torch_checksum.digest(tensor)[1].rms() == pytest.approx(3e38, rel=1e-6)
 
 
 def test_no_rows():
-    assert torch_checksum.rows_checksum(torch.empty(0, 8)) == 0
-    assert torch_checksum.row_stats(torch.empty(0, 8)) == checksum.RowStats(0.0, 0.0, 0, 0)
+    assert torch_checksum.digest(torch.empty(0, 8)) == (0, checksum.RowStats(0.0, 0.0, 0, 0))

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from hslake.errors import Corrupt
 from hslake.schemas import arrow_schema
-from hslake.staging.space import allocate
+from hslake.staging.space import SMALL_RESERVE, allocate, check_room
 
 _HEAD = struct.pack("<4sI", b"HSLJ", 1)
 _FRAME = struct.Struct("<IIII")
@@ -45,6 +45,8 @@ class FrameWriter:
 
     def __init__(self, path: Path, table: str) -> None:
         self._schema = arrow_schema(table)
+        self._folder = path.parent
+        check_room(self._folder, _GROW, reserve=SMALL_RESERVE)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             allocate(self._fd, _GROW)
@@ -74,6 +76,7 @@ class FrameWriter:
         end = self._at + size
         if end > len(self._map):
             longer = len(self._map) + max(_GROW, end - len(self._map))
+            check_room(self._folder, longer - len(self._map), reserve=SMALL_RESERVE)
             allocate(self._fd, longer)
             self._map.resize(longer)
 

@@ -5,20 +5,18 @@ renames the folder, so the pages stay allocated while everything that described 
 """
 
 import json
-import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from hslake.schemas import arrow_schema
 from hslake.spec import LakeSpec
 from hslake.staging.files import replacing
 from hslake.staging.frames import FrameWriter
-from hslake.staging.space import allocate, check_room
+from hslake.staging.memory import PartMemory
+from hslake.staging.space import SMALL_RESERVE, check_room
 from hslake.zarrmeta import array_metadata
 
 JOURNAL = "journal"
@@ -61,67 +59,42 @@ class PartInfo:
     damage: str | None
 
 
-def bits_dtype(itemsize: int) -> np.dtype:
-    """Unsigned dtype of the stored bit patterns: uint16 or uint32, little-endian."""
-    return np.dtype(f"<u{itemsize}")
-
-
-def _map(path: Path, size: int) -> mmap.mmap:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        allocate(fd, size)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-
-
-def part_bytes(spec: LakeSpec, capacity: int) -> int:
-    """Bytes of staging one part of `capacity` rows takes."""
-    return capacity * (spec.bytes_per_token + 4) + (1 << 20)
-
-
 class Part:
     """A part being filled by the one writer that made it."""
 
     def __init__(
-        self, path: Path, spec: LakeSpec, capacity: int, attributes: dict[str, Any]
+        self, path: Path, spec: LakeSpec, memory: PartMemory, attributes: dict[str, Any]
     ) -> None:
-        if not path.exists():
-            check_room(path.parent, part_bytes(spec, capacity))
-        path.mkdir(exist_ok=True)
-        self.path, self.capacity, self.used, self.sealed = path, capacity, 0, False
+        """A part of `memory`'s rows in its folder `path`. Raises NoSpace; the memory stays open."""
+        self.path, self.memory = path, memory
+        self.capacity = len(memory.input_ids)
+        self.used, self.sealed = 0, False
         self.touched = 0.0  # when the last row was logged, on the writer's clock
         self.passed_over = False  # a sample found no room here: to be sealed when nobody fills it
+        self.open = 0  # reservations that are neither complete nor abandoned
+        self.in_flight = 0  # copies on their way into its rows, also of reservations given up
         self.incarnations: dict[str, int] = {}  # attempt -> its last one here
         self.rows: list[dict[str, Any]] = []
-        bits = bits_dtype(spec.itemsize)
-        size = capacity * spec.hidden_size * spec.itemsize
-        self._maps = [
-            _map(path / f"hidden_states/c/{i}/0/0", size) for i in range(len(spec.streams))
-        ]
-        self.hidden = [
-            np.frombuffer(m, bits).reshape(capacity, spec.hidden_size) for m in self._maps
-        ]
-        ids = _map(path / "input_ids/c/0", capacity * 4)
-        self._maps.append(ids)
-        self.input_ids = np.frombuffer(ids, "<i4")
         (path / READ_LOCK).touch()
-        shape = [len(spec.streams), capacity, spec.hidden_size]
+        shape = [len(spec.streams), self.capacity, spec.hidden_size]
         (path / "hidden_states/zarr.json").write_text(
             json.dumps(
                 array_metadata(shape, [1, *shape[1:]], spec.dtype, ["stream", "token", "hidden"])
             )
         )
-        (path / "input_ids/zarr.json").write_text(
-            json.dumps(array_metadata([capacity], [capacity], "int32", ["token"]))
-        )
+        ids = array_metadata([self.capacity], [self.capacity], "int32", ["token"])
+        (path / "input_ids/zarr.json").write_text(json.dumps(ids))
         # The journal makes the folder a part: it gets its name after everything it speaks about.
         # Metadata with neither name beside it is then a part that lost its journal.
         self._journal = FrameWriter(path / _UNBORN, "journal")
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
         (path / METADATA).write_text(json.dumps(group))
         (path / _UNBORN).rename(path / JOURNAL)
+
+    @property
+    def filling(self) -> bool:
+        """Whether rows may still come to what was reserved here."""
+        return self.open > 0
 
     def journal_room(self, size: int) -> None:
         """Make sure that the journal takes `size` more bytes. Raises NoSpace."""
@@ -135,10 +108,12 @@ class Part:
         self.rows.append(full)
 
     def seal(self) -> None:
-        """Write `manifest.arrow` (the journal's rows as an Arrow IPC file): no more rows come."""
+        """Write `manifest.arrow` (the journal's rows as an Arrow IPC file): no more rows come.
+        Raises NoSpace or OSError when it cannot be written; the part stays open then."""
         if self.sealed:
             return
         table = pa.Table.from_pylist(self.rows, schema=arrow_schema("journal"))
+        check_room(self.path, 2 * table.nbytes, reserve=SMALL_RESERVE)
         with (
             replacing(self.path / SEALED) as temporary,
             pa.OSFile(str(temporary), "wb") as f,
@@ -147,15 +122,14 @@ class Part:
             writer.write_table(table)
         self.sealed = True
 
-    def close(self) -> None:
-        """Drop the maps so that unlinked pages are really freed."""
+    def let_go(self) -> PartMemory:
+        """End the part but for its memory, which is the next part's."""
         self._journal.close()
-        self.hidden, self.input_ids = [], np.empty(0, "<i4")
-        for m in self._maps:
-            try:
-                m.close()
-            except BufferError:  # a caller still holds a view; its death frees the pages
-                continue
+        return self.memory
+
+    def close(self) -> None:
+        """End the part and its memory."""
+        self.let_go().close()
 
 
 def lost_journal(path: Path) -> bool:

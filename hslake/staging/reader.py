@@ -15,7 +15,8 @@ from hslake.spec import DTYPES
 from hslake.staging.folder import LOCK
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
-from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, bits_dtype
+from hslake.staging.memory import bits_dtype
+from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ class RowViews:
 
 @dataclass(eq=False)
 class Reservation:
-    """Rows set aside for one attempt; `filled` of `length` are in place."""
+    """Rows set aside for one attempt; `filled` of `length` are in place, `issued` are there or on
+    their way."""
 
     rid: RequestId
     part: Part
@@ -28,6 +29,7 @@ class Reservation:
     incarnation: int
     touched: float
     filled: int = 0
+    issued: int = 0
     sums: list[int] = field(default_factory=list)
     stats: list[RowStats] = field(default_factory=list)
 
@@ -43,4 +45,5 @@ class Reservation:
                 f"{self.length}"
             )
         rows = slice(self.row_start + position, self.row_start + position + n)
-        return RowViews([h[rows] for h in self.part.hidden], self.part.input_ids[rows])
+        memory = self.part.memory
+        return RowViews([h[rows] for h in memory.hidden], memory.input_ids[rows])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hslake.errors import NoSpace
 
-_RESERVE = 64 << 20
+_RESERVE = 64 << 20  # left by parts, for what must still be written when no part fits any more
+SMALL_RESERVE = 8 << 20  # left by journals and events
 
 
 def allocate(fd: int, size: int) -> None:
@@ -48,14 +49,15 @@ def cgroup_headroom(
     return min(left) if left else None
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raise NoSpace unless `size` more bytes fit the filesystem and the memory cgroup."""
+def check_room(folder: Path, size: int, *, reserve: int = _RESERVE) -> None:
+    """Raise NoSpace unless `size` more bytes and `reserve` fit the filesystem and the memory
+    cgroup."""
     fs = os.statvfs(folder)
     free = fs.f_bavail * fs.f_frsize
     headroom = cgroup_headroom()
     for what, room in (("the filesystem", free), ("the memory cgroup", headroom)):
-        if room is not None and room < size + _RESERVE:
+        if room is not None and room < size + reserve:
             raise NoSpace(
-                f"staging {folder}: {what} has {room:,} bytes left, a part needs {size:,} and "
-                f"{_RESERVE:,} in reserve: start the compactor, or lower the staging quota"
+                f"staging {folder}: {what} has {room:,} bytes left, {size:,} are needed and "
+                f"{reserve:,} stay in reserve: start the compactor, or lower the staging quota"
             )

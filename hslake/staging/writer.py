@@ -2,9 +2,8 @@
 
 import json
 import logging
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId
 from hslake.spec import LakeSpec
 from hslake.staging.files import replacing
-from hslake.staging.folder import COMPACT_LOCK, EVENTS, STATUS, make_writer
+from hslake.staging.folder import EVENTS, STATUS, make_writer
 from hslake.staging.frames import FrameWriter
-from hslake.staging.locks import try_lock
-from hslake.staging.part import DONE, READ_LOCK, Part, reset_folder
+from hslake.staging.memory import PageLock
+from hslake.staging.part import Part
+from hslake.staging.parts import Parts
 from hslake.staging.reservation import Reservation
 
 _STATUS_EVERY_S = 0.2
@@ -29,7 +29,10 @@ log = logging.getLogger("hslake.staging")
 class StagingWriter:
     """Fills parts under `<root>/<writer uuid>/` and holds that folder's lock while it lives.
 
-    Not thread-safe: one thread calls it. Raises NoSpace at start when no part fits.
+    Not thread-safe: one caller at a time, but for `make_part`, which is for a thread of its own
+    when parts are to be made `ahead` of need. `page_lock` is called with address and size of every
+    map.
+    Raises NoSpace at start when no part fits.
     """
 
     def __init__(
@@ -45,16 +48,17 @@ class StagingWriter:
         max_age_s: float = 3600.0,
         idle_s: float = 5.0,
         silent_s: float = 60.0,
+        page_lock: PageLock | None = None,
+        ahead: bool = False,
     ) -> None:
         if part_tokens < 1 or max_parts < 1:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
         self.folder, self._lock = make_writer(Path(root))
         self.writer_id = self.folder.name
-        self.spec, self._part_tokens, self._max_parts = spec, part_tokens, max_parts
-        self._clock, self._max_age_s, self._idle_s = clock, max_age_s, idle_s
-        self._silent_s = silent_s
+        self.spec = spec
+        self._clock, self._max_age_s, self._silent_s = clock, max_age_s, silent_s
         self._engine = dict(engine)
-        self._attributes: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "format": 1,
             "lake_id": spec.lake_id,
             "fingerprint": fingerprint,
@@ -64,29 +68,36 @@ class StagingWriter:
             "capacity": part_tokens,
             "engine": dict(engine),
         }
-        self._parts: list[Part] = []
-        self._next = 1
         self._open: dict[str, Reservation] = {}
         self._events = FrameWriter(self.folder / EVENTS, "events")
         self._cursor = 0
         self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
+        self._figures: dict[str, float] = {}
         self._health: tuple[bool, str | None] = (True, None)
         self._status_at, self._status_due = 0.0, False
         self._closed = False
-        self._new_part()
+        self._parts = Parts(
+            self.folder,
+            spec,
+            capacity=part_tokens,
+            limit=max_parts,
+            attributes=attributes,
+            clock=clock,
+            idle_s=idle_s,
+            page_lock=page_lock,
+            ahead=ahead,
+        )
         self._write_status(force=True)
 
     # -- rows -------------------------------------------------------------------------------
 
     def free_rows(self) -> int:
-        """Rows that new reservations could get now: the open part's rest and unmade parts."""
-        unmade = self._max_parts - len(self._parts)
-        rest = sum(p.capacity - p.used for p in self._parts if not p.sealed)
-        return rest + unmade * self._part_tokens
+        """Rows that new reservations could get now."""
+        return self._parts.free_rows()
 
     def largest_reservation(self) -> int:
         """The longest sample this writer can ever take."""
-        return self._part_tokens
+        return self._parts.capacity
 
     def get(self, attempt: str) -> Reservation | None:
         """The open reservation of an attempt."""
@@ -100,27 +111,28 @@ class StagingWriter:
                 f"attempt {rid.attempt} is of lake {rid.lake8}, this writer "
                 f"serves {self.spec.lake8}"
             )
-        if rid.length > self._part_tokens:
+        if rid.length > self._parts.capacity:
             raise InvalidInput(
                 f"sample {rid.sample_id!r} has {rid.length} tokens, a part holds "
-                f"{self._part_tokens}: raise --part-tokens"
+                f"{self._parts.capacity}: raise --part-tokens"
             )
         old = self._open.get(rid.attempt)
         if old is not None:
             self.abandon(old, "superseded")
-        part = self._room(rid.length)
+        part = self._parts.room(rid.length)
         # Counted while a part tells of the attempt: within a part no two may be the same.
-        told = (p.incarnations.get(rid.attempt, -1) for p in self._parts)
+        told = (p.incarnations.get(rid.attempt, -1) for p in self._parts.all)
         incarnation = 1 + max(told, default=-1)
         # What is begun can be ended: its rows and events must not fail for room later.
         part.journal_room(_SPARE)
         self._events.room(_SPARE)
         n = len(self.spec.streams)
         found = Reservation(
-            rid, part, part.used, incarnation, self._clock(), 0, [0] * n, [RowStats()] * n
+            rid, part, part.used, incarnation, self._clock(), 0, 0, [0] * n, [RowStats()] * n
         )
         self._log(found, "reserve")
         part.used += rid.length
+        part.open += 1
         self._open[rid.attempt] = found
         part.incarnations[rid.attempt] = incarnation
         return found
@@ -130,8 +142,8 @@ class StagingWriter:
         reservation: Reservation,
         position: int,
         n: int,
-        checksums: list[int],
-        stats: list[RowStats],
+        checksums: Sequence[int],
+        stats: Sequence[RowStats],
     ) -> bool:
         """Rows [position, position + n) are in place; partial sums and statistics per stream.
 
@@ -162,6 +174,7 @@ class StagingWriter:
             nonfinite=[s.nonfinite for s in reservation.stats],
         )
         del self._open[attempt]
+        reservation.part.open -= 1
         self._counts["samples_captured"] += 1
         self._counts["tokens_captured"] += reservation.length
         self._event(reservation.rid, "captured", part=reservation.part.path.name)
@@ -170,13 +183,21 @@ class StagingWriter:
     def abandon(self, reservation: Reservation, reason: str) -> None:
         """Give up an open reservation; its rows are free once the part is recycled."""
         if self._open.pop(reservation.rid.attempt, None) is not None:
+            reservation.part.open -= 1
             self._log(reservation, "abandon", reason=reason)
             if reason != "superseded":
-                self._event(reservation.rid, "dropped", reason=reason)
+                self.drop(reservation.rid, reason)
 
     def drop(self, rid: RequestId, reason: str) -> None:
-        """Record that an attempt got no reservation, so that the driver asks again."""
+        """Record that an attempt is lost, so that the driver asks again at once (without room for
+        that it asks when it has waited for long enough)."""
         self._counts["dropped"] += 1
+        try:
+            self._events.room(_SPARE)  # what is still open must be able to end
+        except NoSpace as error:
+            log.warning("attempt %s is dropped without an event: %s", rid.attempt, error)
+            self._write_status()
+            return
         self._event(rid, "dropped", reason=reason)
 
     # -- upkeep -----------------------------------------------------------------------------
@@ -188,14 +209,35 @@ class StagingWriter:
         for reservation in list(self._open.values()):
             silent, part = now - reservation.touched, reservation.part
             # It must not hold back for long what others have completed in its part.
-            in_the_way = silent > self._silent_s and (part.passed_over or self._idle(part))
+            in_the_way = silent > self._silent_s and (part.passed_over or self._parts.idle(part))
             if in_the_way or silent > self._max_age_s:
                 self.abandon(reservation, "aged")
-        self._recycle()
-        for part in self._parts:
-            if not part.sealed and (part.passed_over or self._idle(part)):
-                self._seal(part)
-        self._write_status(force=self._status_due)
+        changed = [self._parts.recycle(), self._parts.seal_due()]
+        self._write_status(force=self._status_due or any(changed))
+
+    def wanted_part(self) -> Path | None:
+        """The part that is to be made in the background now, if there is one."""
+        return self._parts.wanted()
+
+    def make_part(self, path: Path) -> Part:
+        """Make the wanted part. The one method that may run beside others. Raises NoSpace."""
+        return self._parts.make(path)
+
+    def add_part(self, part: Part) -> None:
+        """Take in a part that `make_part` made."""
+        if self._closed:
+            part.close()
+        else:
+            self._parts.add(part)
+
+    def refuse_part(self, reason: str) -> None:
+        """`make_part` failed; until a later one does not, its rows are promised to nobody."""
+        self._parts.refuse(reason)
+        self._write_status(force=True)
+
+    def set_figures(self, figures: Mapping[str, float]) -> None:
+        """Figures of the capture that fills this writer (`hook` in schemas/status.json)."""
+        self._figures = dict(figures)
 
     def set_health(self, armed: bool, error: str | None) -> None:
         """State shown in the status: whether capture is armed, and why not. Unarmed, nothing more
@@ -215,8 +257,7 @@ class StagingWriter:
         try:
             self._finish("writer closed")
             self._write_status(force=True)
-            for part in self._parts:
-                part.close()
+            self._parts.close()
             self._events.close()
         finally:
             self._lock.release()  # the compactor takes what is complete, sealed or not
@@ -226,84 +267,7 @@ class StagingWriter:
     def _finish(self, reason: str) -> None:
         for reservation in list(self._open.values()):
             self.abandon(reservation, reason)
-        for part in self._parts:
-            part.passed_over = True  # if it cannot be sealed now, then at a later tick
-            _seal(part)
-
-    def _room(self, length: int) -> Part:
-        refusal = f"all {self._max_parts} parts are full: the compactor has to catch up"
-        part = self._with_room(length)
-        if part is None:
-            self._recycle()
-            part = self._with_room(length)
-        if part is None and len(self._parts) < self._max_parts:
-            try:
-                part = self._new_part()
-            except NoSpace as error:
-                refusal = str(error)
-        for other in self._parts:
-            if other is part:
-                break
-            other.passed_over = True
-            self._seal(other)
-        if part is None:
-            raise NoSpace(f"staging: {length} rows asked, {refusal}")
-        return part
-
-    def _with_room(self, length: int) -> Part | None:
-        fit = (p for p in self._parts if not p.sealed and p.capacity - p.used >= length)
-        return next(fit, None)
-
-    def _new_part(self) -> Part:
-        path = self.folder / f"part-{self._next:06d}"
-        self._next += 1
-        return self._add_part(path)
-
-    def _add_part(self, path: Path) -> Part:
-        try:
-            part = Part(path, self.spec, self._part_tokens, self._attributes)
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)  # half made: nobody else would
-            raise
-        self._parts.append(part)
-        return part
-
-    def _filling(self, part: Part) -> bool:
-        return any(r.part is part for r in self._open.values())
-
-    def _seal(self, part: Part) -> None:
-        """Seal a part that holds something, unless a sample is arriving in it."""
-        if not part.sealed and part.used and not self._filling(part):
-            _seal(part)
-            self._status_due = True
-
-    def _idle(self, part: Part) -> bool:
-        """Whether nothing came to it for a while and a compactor has been here since. Without
-        one, a half-full part stays open to whatever comes."""
-        if not part.used or self._clock() - part.touched < self._idle_s:
-            return False
-        return (self.folder / COMPACT_LOCK).stat().st_mtime >= part.touched
-
-    def _recycle(self) -> None:
-        for part in list(self._parts):
-            if not (part.path / DONE).exists() or self._filling(part):
-                continue
-            lock = try_lock(part.path / READ_LOCK)
-            if lock is None:
-                continue  # a compactor is still reading it
-            part.close()
-            lock.release()
-            self._parts.remove(part)
-            fresh = self.folder / f"part-{self._next:06d}"
-            self._next += 1
-            reset_folder(part.path, fresh)
-            try:
-                self._add_part(fresh)
-            except (NoSpace, OSError) as error:
-                log.warning(
-                    "%s is given up, a new part is made when there is room: %s", fresh, error
-                )
-            self._status_due = True
+        self._parts.seal_all()
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
         rid = reservation.rid
@@ -338,16 +302,6 @@ class StagingWriter:
         )
         self._write_status()
 
-    def _part_states(self) -> Iterator[dict[str, Any]]:
-        for part in self._parts:
-            state = "sealed" if part.sealed else "open"
-            yield {
-                "name": part.path.name,
-                "rows": part.capacity,
-                "reserved": part.used,
-                "state": "done" if (part.path / DONE).exists() else state,
-            }
-
     def _write_status(self, force: bool = False) -> None:
         """Now, or at the next tick when the last time is too short ago: the events file is what
         counts, and thousands of events a second must not each rewrite this."""
@@ -363,12 +317,13 @@ class StagingWriter:
             "lake_id": self.spec.lake_id,
             "engine": self._engine,
             "free_rows": 0 if self._closed else self.free_rows(),
-            "capacity_rows": self._max_parts * self._part_tokens,
-            "largest_reservation": self._part_tokens,
-            "parts": list(self._part_states()),
+            "capacity_rows": self._parts.limit * self._parts.capacity,
+            "largest_reservation": self._parts.capacity,
+            "parts": list(self._parts.states()),
             "last_seq": self._cursor,
             **self._counts,
             "bytes_captured": self._counts["tokens_captured"] * self.spec.bytes_per_token,
+            **({"hook": self._figures} if self._figures else {}),
             "updated_at": now,
         }
         try:
@@ -377,12 +332,3 @@ class StagingWriter:
         except OSError as error:  # somebody else filled staging: the events are what counts
             log.warning("%s is written at a later tick: %s", self.folder / STATUS, error)
             self._status_due = True
-
-
-def _seal(part: Part) -> None:
-    """Seal a part; without room for that it stays as it is, for the next tick or the compactor of
-    a dead writer."""
-    try:
-        part.seal()
-    except OSError as error:
-        log.warning("%s is not sealed yet: %s", part.path, error)

@@ -26,7 +26,7 @@ from hslake.staging import StagingWriter, read_part, scan
 from hslake.staging.check import check_roots
 from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, bits
-from hslake.torch_checksum import row_stats, rows_checksum
+from hslake.torch_checksum import digest
 from hslake.worklist import Item, read_ids, waiting_samples, worklist
 
 PART_BYTES = 256 << 20
@@ -295,7 +295,7 @@ def _store(
     for view, tensor in zip(rows.hidden, streams, strict=True):
         view[...] = bits(tensor)
     rows.input_ids[...] = ids
-    sums, stats = [rows_checksum(t, 0) for t in streams], [row_stats(t) for t in streams]
+    sums, stats = zip(*(digest(t) for t in streams), strict=True)
     writer.wrote(place, 0, item.length, sums, stats)
     writer.tick()
 

@@ -11,14 +11,14 @@ import torch
 from hslake.errors import InvalidInput
 from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint
 from hslake.staging import StagingWriter
-from hslake_sglang import flags, ranks, report, settings, versions
+from hslake_sglang import flags, memory, ranks, report, settings, versions
 from hslake_sglang.capture import Capture
-from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs
+from hslake_sglang.copies import CudaSide, page_lock, warm_up
+from hslake_sglang.taps import DTYPES, Taps, find_logits_processors, logits_inputs
 
 log = logging.getLogger("hslake")
 
 _ATTRIBUTE = "_hslake_capture"
-_SCRATCH = 64 << 20  # temporaries of checksums and statistics
 
 
 def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,22 +56,27 @@ def arm(runner: Any) -> Capture:
     processors = find_logits_processors(runner.model)
     if not processors:
         raise InvalidInput(f"{type(runner.model).__name__} has no logits processor to capture from")
+    device = _device(runner)
     writer = None
     if rank.writes:
         path = str(runner.server_args.model_path)
         fingerprint = model_fingerprint(path)
         check_fingerprint(spec.model.fingerprint, fingerprint, f"the served model {path}")
-        writer = _open_writer(found, fingerprint, rank, runner)
+        writer = _open_writer(found, fingerprint, rank, runner, device)
+        warm_up(device, DTYPES[spec.dtype], spec.hidden_size)
     # On every rank: capturing may itself start a collective operation.
     taps = Taps(runner.model, spec)
-    capture = Capture(spec, taps, writer)
+    on_gpu = device.type == "cuda"
+    need = _gpu_bytes(runner, spec) if on_gpu else 0
+    side = CudaSide(device) if on_gpu and rank.writes else None
+    capture = Capture(spec, taps, writer, side=side, gpu_bytes=need)
     for processor in processors:
         processor.register_forward_pre_hook(
             lambda module, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
             with_kwargs=True,
         )
-    if rank.writes and getattr(runner, "device", "cpu") == "cuda":
-        _hold_back(runner, taps, spec)
+    if need:
+        _hold_back(taps, need)
     setattr(runner, _ATTRIBUTE, capture)
     close_at_exit(capture)
     if writer is not None:
@@ -92,7 +97,11 @@ def close_at_exit(capture: Capture) -> None:
 
 
 def _open_writer(
-    found: settings.Settings, fingerprint: dict[str, Any], rank: ranks.Rank, runner: Any
+    found: settings.Settings,
+    fingerprint: dict[str, Any],
+    rank: ranks.Rank,
+    runner: Any,
+    device: torch.device,
 ) -> StagingWriter:
     engine = {
         "engine": "sglang",
@@ -110,13 +119,27 @@ def _open_writer(
         max_parts=found.max_parts,
         fingerprint=fingerprint,
         engine=engine,
+        page_lock=page_lock(device),
+        ahead=True,
     )
 
 
-def _hold_back(runner: Any, taps: Taps, spec: LakeSpec) -> None:
-    """Keep the capture's GPU memory away from the KV cache, which SGLang sizes next from what is
-    free; given to PyTorch's pool again at the first forward."""
+def _device(runner: Any) -> torch.device:
+    """Where this worker computes."""
+    if getattr(runner, "device", "cpu") != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gpu_bytes(runner: Any, spec: LakeSpec) -> int:
     chunk = int(getattr(runner.server_args, "chunked_prefill_size", None) or flags.DEFAULT_CHUNK)
-    need = chunk * spec.bytes_per_token + _SCRATCH
-    taps.held = torch.empty(need, dtype=torch.uint8, device="cuda")
-    log.info("hslake: %.2f GiB of GPU memory set aside for the capture", need / 2**30)
+    return memory.capture_bytes(spec, chunk)
+
+
+def _hold_back(taps: Taps, need: int) -> None:
+    """Keep the capture's GPU memory away from the KV cache, which SGLang sizes next from what is
+    free; given to PyTorch's pool again at the first forward. Nothing to do where `hslake serve`
+    took it off --mem-fraction-static."""
+    log.info("hslake: the capture takes up to %.2f GiB of GPU memory", need / 2**30)
+    if not os.environ.get(memory.TAKEN):
+        taps.held = torch.empty(need, dtype=torch.uint8, device="cuda")

@@ -9,16 +9,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from hslake.checksum import MASK64, RowStats
+from hslake.checksum import fold
 from hslake.errors import InvalidInput, NoSpace
 from hslake.spec import LakeSpec
-from hslake.torch_checksum import row_stats_tensor, rows_checksum_tensor
+from hslake.staging import Reservation
+from hslake_sglang.copies import Copies, Flight, Side
+from hslake_sglang.figures import Figures
 from hslake_sglang.split import Piece, real_rows, split_batch
 from hslake_sglang.taps import Taps
 
@@ -27,6 +27,7 @@ log = logging.getLogger("hslake")
 MAX_WAIT_S = 1.0  # of one forward: a blocked forward trips SGLang's watchdog
 _POLL_S = 0.02
 _TICK_S = 0.25
+_DRAIN_S = 5.0  # of an orderly end
 _REMEMBERED = 100_000
 
 
@@ -34,22 +35,35 @@ class Capture:
     """Takes the pieces of each forward out of its tensors and into a StagingWriter.
 
     `writer` is a hslake.staging.StagingWriter, or None on a rank that only has to run the same
-    capture as the writing one. `idle_ticks` starts the thread that recycles parts between forwards.
+    capture as the writing one. `side`: where copies run beside the forwards, for
+    a GPU. `upkeep` starts the thread that makes and recycles parts.
     """
 
-    def __init__(self, spec: LakeSpec, taps: Taps, writer: Any, *, idle_ticks: bool = True) -> None:
+    def __init__(
+        self,
+        spec: LakeSpec,
+        taps: Taps,
+        writer: Any,
+        *,
+        side: Side | None = None,
+        gpu_bytes: int = 0,
+        upkeep: bool = True,
+    ) -> None:
         self.spec = spec
         self.taps = taps
         self.writer = writer
         self.armed = writer is not None
-        self._lock = threading.Lock()  # the writer is also ticked by the idle thread
+        self.figures = Figures(gpu_bytes=gpu_bytes)
+        self._lock = threading.Lock()  # around the writer: the threads of upkeep and copies use it
+        self._copies = Copies(side, self._landed, self._failed) if self.armed else None
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._batch: Any = None
         self._pieces: list[Piece] = []
         self._rows = 0
+        self._deadline = 0.0  # of all waiting in this forward
         self._stop = threading.Event()
-        if self.armed and idle_ticks:
-            threading.Thread(target=self._tick_forever, name="hslake-tick", daemon=True).start()
+        if self.armed and upkeep:
+            threading.Thread(target=self._keep_up, name="hslake-upkeep", daemon=True).start()
 
     # -- called by the hooks -----------------------------------------------------------------
 
@@ -76,7 +90,12 @@ class Capture:
         """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
         self.armed = False
         self._stop.set()
-        if self.writer is None:
+        if self.writer is None or self._copies is None:
+            return
+        # What is in flight is still written to: without its end, memory and parts stay as they are
+        # for the compactor of a dead writer.
+        if not self._copies.drain(time.monotonic() + _DRAIN_S):
+            log.error("hslake: copies did not end; the compactor takes what is complete")
             return
         try:
             with self._lock:
@@ -93,7 +112,8 @@ class Capture:
             step(*args)
         except Exception as error:
             log.exception("hslake: the capture failed")
-            self.disarm(f"{type(error).__name__}: {error}")
+            if self.armed:
+                self.disarm(f"{type(error).__name__}: {error}")
 
     def _before_forward(self, batch: Any) -> None:
         self._forget()
@@ -105,21 +125,36 @@ class Capture:
             return
         prefixes = batch.extend_prefix_lens_cpu
         self._pieces = split_batch(batch.rids or [], lengths, prefixes, self.spec.lake8)
+        self._deadline = time.monotonic() + MAX_WAIT_S
+        assert self._copies is not None
+        # Whosever rows these are, the capture makes the model keep their states: that is bounded.
+        began = time.monotonic()
+        in_time = self._copies.turn(self._deadline)
+        self.figures.waited(time.monotonic() - began)
+        if not in_time:
+            for piece in self._pieces:
+                self._lose(piece, "the copies of earlier forwards did not end in time")
+            self._pieces = []
         self._batch = batch
         self.taps.listen()
 
     def _before_logits(self, hidden: Any, aux: Any) -> None:
-        batch, pieces, rows = self._batch, self._pieces, self._rows
+        batch, rows = self._batch, self._rows
         if batch is None:
             return
         try:
             # Also without pieces: warm-up traffic shows at once whether the capture works.
             streams = self.taps.collect(hidden, aux, rows)
-            deadline = time.monotonic() + MAX_WAIT_S
-            for piece in pieces:
-                self._store(piece, batch, streams, deadline)
-            with self._lock:
-                self.writer.tick()
+            found = [(piece, self._place(piece, batch)) for piece in self._pieces]
+            placed = [(piece, place) for piece, place in found if place is not None]
+            if placed:
+                assert self._copies is not None
+                with self._lock:
+                    for piece, place in placed:
+                        place.issued += piece.count
+                        place.part.in_flight += 1
+                    self.figures.forwards += 1
+                self._copies.start(placed, streams, batch.input_ids[:rows])
         finally:
             self._forget()
 
@@ -127,58 +162,68 @@ class Capture:
         self._batch, self._pieces, self._rows = None, [], 0
         self.taps.rest()
 
-    def _store(
-        self, piece: Piece, batch: Any, streams: Sequence[torch.Tensor], deadline: float
-    ) -> None:
+    def _place(self, piece: Piece, batch: Any) -> Reservation | None:
+        """Where the piece's rows go; None when they are not stored."""
         if piece.rid.attempt in self._finished:
-            return  # dropped before, or complete and computed again after a retraction
+            return None  # dropped before, or complete and computed again after a retraction
         reason = unfit(piece, batch)
         reservation = None
         if reason is None:
-            reservation, reason = self._reservation(piece, deadline)
+            reservation, reason = self._reservation(piece)
         if reservation is None:
             self._lose(piece, reason or "no reservation")
-            return
-        rows = slice(piece.row, piece.row + piece.count)
-        # The device may be faster than the host: all launches first, one wait for the sums.
-        mine = [stream[rows] for stream in streams]
-        sums = torch.stack([rows_checksum_tensor(t, piece.position) for t in mine])
-        stats = torch.stack([row_stats_tensor(t) for t in mine])
-        views = reservation.rows(piece.position, piece.count)
-        for tensor, view in zip(mine, views.hidden, strict=True):
-            copy_bits(tensor, view)
-        ids = torch.from_numpy(views.input_ids)
-        ids.copy_(batch.input_ids[rows])
-        checksums = [int(s) & MASK64 for s in sums.tolist()]
-        size = piece.count * self.spec.hidden_size
-        row_stats = [RowStats(s, peak, int(bad), size) for s, peak, bad in stats.tolist()]
-        with self._lock:
-            done = self.writer.wrote(reservation, piece.position, piece.count, checksums, row_stats)
-        if done:
-            self._remember(piece.rid.attempt)
+        return reservation
 
-    def _reservation(self, piece: Piece, deadline: float) -> tuple[Any, str | None]:
+    def _landed(self, flight: Flight) -> None:
+        """All rows of a flight are in staging: journal them."""
+        assert flight.digests is not None
+        digests, width = flight.digests.numpy(), self.spec.hidden_size
+        seconds = time.monotonic() - flight.started
+        sums = [
+            [fold(d[:, p.row : p.row + p.count], p.position, width) for d in digests]
+            for p, _ in flight.pieces
+        ]
+        with self._lock:
+            self.figures.copied(seconds)
+            for (piece, place), found in zip(flight.pieces, sums, strict=True):
+                place.part.in_flight -= 1
+                if self.writer.get(piece.rid.attempt) is not place:
+                    continue  # given up or started again meanwhile
+                checksums, stats = [c for c, _ in found], [s for _, s in found]
+                if self.writer.wrote(place, piece.position, piece.count, checksums, stats):
+                    self._remember(piece.rid.attempt)
+            self._tick()
+
+    def _failed(self, error: Exception) -> None:
+        if self.armed:
+            self.disarm(f"copies into staging: {type(error).__name__}: {error}")
+
+    def _reservation(self, piece: Piece) -> tuple[Reservation | None, str | None]:
         """(reservation, None), or (None, why this attempt cannot be stored)."""
         if piece.position:
             with self._lock:
                 found = self.writer.get(piece.rid.attempt)
             if found is None:
                 return None, f"rows from position {piece.position} came without their beginning"
-            if found.filled != piece.position:
-                return None, (f"rows from position {piece.position} came after {found.filled} rows")
+            if found.issued != piece.position:
+                return None, f"rows from position {piece.position} came after {found.issued} rows"
             return found, None
+        began = time.monotonic()
         while True:
             try:
                 with self._lock:
-                    return self.writer.begin(piece.rid), None
+                    place: Reservation = self.writer.begin(piece.rid)
+                self.figures.waited(time.monotonic() - began)
+                return place, None
             except InvalidInput as error:
                 return None, str(error)
             except NoSpace as error:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= self._deadline:
+                    self.figures.waited(time.monotonic() - began)
                     return None, f"no space: {error}"
             time.sleep(_POLL_S)
             with self._lock:
-                self.writer.tick()
+                self._tick()
 
     def _lose(self, piece: Piece, reason: str) -> None:
         self._remember(piece.rid.attempt)
@@ -195,16 +240,36 @@ class Capture:
         if len(self._finished) > _REMEMBERED:
             self._finished.popitem(last=False)
 
-    def _tick_forever(self) -> None:
+    def _tick(self) -> None:
+        """Housekeeping; the caller holds the lock."""
+        assert self._copies is not None
+        self.writer.set_figures(self.figures.rows(self._copies.in_flight))
+        self.writer.tick()
+
+    def _keep_up(self) -> None:
         while not self._stop.wait(_TICK_S):
             try:
                 with self._lock:
-                    self.writer.tick()  # also when disarmed: what is in staging must get out
+                    self._tick()  # also when disarmed: what is in staging must get out
+                    path = self.writer.wanted_part() if self.armed else None
+                if path is not None:
+                    self._make_part(path)
             except Exception as error:
                 if not self.armed:
                     return
                 log.exception("hslake: housekeeping of staging failed")
                 self.disarm(f"housekeeping of staging: {type(error).__name__}: {error}")
+
+    def _make_part(self, path: Path) -> None:
+        """Without the lock: allocating and page-locking gigabytes takes seconds."""
+        try:
+            part = self.writer.make_part(path)
+        except (NoSpace, OSError) as error:
+            with self._lock:
+                self.writer.refuse_part(str(error))
+            return
+        with self._lock:
+            self.writer.add_part(part)
 
 
 def is_prefill(batch: Any) -> bool:
@@ -226,10 +291,3 @@ def unfit(piece: Piece, batch: Any) -> str | None:
     if batch.input_ids is None or getattr(batch, "input_embeds", None) is not None:
         return "the request carries embeddings instead of tokens"
     return None
-
-
-def copy_bits(tensor: torch.Tensor, view: np.ndarray) -> None:
-    """Copy rows [n, hidden] bit for bit into `view` (uint16 or uint32 of the same width)."""
-    signed = np.int16 if view.dtype.itemsize == 2 else np.int32
-    target = torch.from_numpy(view.view(signed))
-    target.copy_(tensor.view(torch.int16 if signed is np.int16 else torch.int32))

@@ -16,7 +16,8 @@ class Slot:
 
     def __init__(self, rid: RequestId, spec: LakeSpec) -> None:
         lanes = np.uint32 if spec.dtype == "float32" else np.uint16
-        self.rid, self.length, self.filled = rid, rid.length, 0
+        self.rid, self.length, self.filled, self.issued = rid, rid.length, 0, 0
+        self.part = SimpleNamespace(in_flight=0)
         self.hidden = np.zeros((len(spec.streams), rid.length, spec.model.hidden_size), lanes)
         self.input_ids = np.full(rid.length, -1, np.int32)
         self.sums = [0] * len(spec.streams)
@@ -74,6 +75,9 @@ class RecordingWriter:
 
     def drop(self, rid: RequestId, reason: str) -> None:
         self.dropped[rid.attempt] = reason
+
+    def set_figures(self, figures: dict[str, float]) -> None:
+        self.figures = figures
 
     def tick(self) -> None:
         self.ticks += 1

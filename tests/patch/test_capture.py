@@ -8,6 +8,7 @@ import pytest
 import torch
 from hslake_sglang import capture as module
 from hslake_sglang.capture import Capture
+from hslake_sglang.copies import copy_bits
 from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs
 
 from hslake.checksum import row_stats, rows_checksum, sample_checksum, to_float32
@@ -27,7 +28,7 @@ class Server:
         self.model = Toy(TORCH[dtype])
         self.writer = RecordingWriter(self.spec, **writer)
         taps = Taps(self.model, self.spec)
-        self.capture = Capture(self.spec, taps, self.writer, idle_ticks=False)
+        self.capture = Capture(self.spec, taps, self.writer, upkeep=False)
         (processor,) = find_logits_processors(self.model)
         processor.register_forward_pre_hook(
             lambda m, args, kwargs: self.capture.before_logits(*logits_inputs(args, kwargs)),
@@ -203,7 +204,7 @@ def test_copy_is_bit_exact_for_odd_values() -> None:
     for dtype, lanes in ((torch.float32, np.uint32), (torch.bfloat16, np.uint16)):
         tensor = values.to(dtype)
         view = np.zeros(tensor.shape, lanes)
-        module.copy_bits(tensor, view)
+        copy_bits(tensor, view)
         signed = torch.int32 if dtype == torch.float32 else torch.int16
         assert (view.view(f"i{view.itemsize}") == tensor.view(signed).numpy()).all()
         assert rows_checksum(view) == rows_checksum(view.copy())

@@ -163,7 +163,7 @@ def test_a_refusal_for_want_of_memory_seals_too(tmp_path, monkeypatch):
     def no_room(folder, size):
         raise NoSpace("the filesystem has 0 bytes left")
 
-    monkeypatch.setattr("hslake.staging.part.check_room", no_room)
+    monkeypatch.setattr("hslake.staging.memory.check_room", no_room)
     with pytest.raises(NoSpace, match="8 rows asked, the filesystem has 0 bytes left"):
         put(w, "b", 8, 2)
     assert read_part(w.folder / "part-000001").sealed
@@ -224,7 +224,7 @@ def test_incarnations_are_forgotten_with_their_part(tmp_path):
     assert w.begin(rid).incarnation == 2
     (w.folder / "part-000002" / "DONE").touch()
     w.tick()
-    assert sum(len(p.incarnations) for p in w._parts) == 1  # one attempt, one part
+    assert sum(len(p.incarnations) for p in w._parts.all) == 1  # one attempt, one part
 
 
 def test_a_writer_that_stopped_capturing_leaves_nothing_open(tmp_path):
