@@ -145,6 +145,9 @@ class Capture:
         try:
             # Also without pieces: warm-up traffic shows at once whether the capture works.
             streams = self.taps.collect(hidden, aux, rows)
+            if getattr(batch, "aux_hidden_states_buffer", None) is not None:
+                # A buffer that outlives the forward is the next one's before it is copied.
+                streams = [stream.clone() for stream in streams]
             found = [(piece, self._place(piece, batch)) for piece in self._pieces]
             placed = [(piece, place) for piece, place in found if place is not None]
             if placed:

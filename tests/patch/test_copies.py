@@ -1,4 +1,4 @@
-"""Copies that run beside the forwards: rows count only when they have landed, whatever comes between.
+"""Copies that run beside the forwards: rows count only when they have landed.
 
 The side here does its copies when it is told to, as late as a test likes; on CUDA it is a stream.
 """

@@ -1,4 +1,4 @@
-"""Parts made ahead of need: who makes them, what is promised meanwhile, and what becomes of memory."""
+"""Parts made ahead of need: what is promised meanwhile, and what becomes of their memory."""
 
 import errno
 import os
@@ -154,10 +154,10 @@ def test_journals_and_events_leave_a_reserve(tmp_path, monkeypatch):
     w = writer(tmp_path)
     place = w.begin(RequestId(w.spec.lake8, "attempt", 4, "A1", "x"))
     monkeypatch.setattr(space_module, "cgroup_headroom", lambda: 8 << 20)
-    size = os.stat(w.folder / "events").st_size
+    size = (w.folder / "events").stat().st_size
     for i in range(2000):
         w.drop(RequestId(w.spec.lake8, f"attempt{i}", 4, "A1", "x"), "y" * 1000)
-    assert os.stat(w.folder / "events").st_size == size
+    assert (w.folder / "events").stat().st_size == size
     assert w.wrote(place, 0, 4, [0] * 3, [RowStats()] * 3)
     w.tick()
     (seen,) = read_status(tmp_path)["writers"]
