@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from hslake_sglang.process import ServerProcess
@@ -102,6 +103,10 @@ def endurance(
         ended += f"; extract gave no report: {log.read_text('utf-8', 'replace')[-1000:]}"
     samples = memory.stop()
     captured = _captured(server)
+    # An interrupted driver leaves requests half done, whose part would stay open for a minute more.
+    stopper = Thread(target=server.stop, args=(5.0,))
+    if driver.returncode:
+        stopper.start()
     reaper.step()
     wait = time.monotonic()
     while clock.left() > 0 and (reaper.found.verified_samples < len(captured) or reaper.pending):
@@ -109,6 +114,8 @@ def endurance(
             break
         time.sleep(0.25)
         reaper.step()
+    if driver.returncode:
+        stopper.join()
     found = reaper.compare(captured)
     found.drain_s = time.monotonic() - wait
     tokens = int(report.get("captured_tokens", found.tokens))
