@@ -1,0 +1,163 @@
+"""What the numbers were measured on, and samples of its memory."""
+
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_QUERY = ("nvidia-smi", "--format=csv,noheader,nounits")
+_VERSIONS = """
+import json, importlib.metadata as m, platform
+def v(n):
+    try: return m.version(n)
+    except m.PackageNotFoundError: return None
+import torch
+print(json.dumps({"python": platform.python_version(), "torch": torch.__version__,
+  "cuda": torch.version.cuda, **{n: v(n) for n in ("sglang", "sglang-kernel", "triton")}}))
+"""
+
+
+def _ask(*argv: str, env: dict[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"({error})"
+    return done.stdout.strip()
+
+
+def facts(sglang_python: Path) -> dict[str, Any]:
+    """Machine and versions, as far as they can be found out."""
+    gpus = _ask(*_QUERY, "--query-gpu=name,driver_version,memory.total,clocks.max.sm")
+    cpu = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return {
+        "gpus": gpus.splitlines() if not gpus.startswith("(") else [],
+        "cpu": cpu or platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "shm_bytes": shutil.disk_usage("/dev/shm").total,
+        "server": _ask(str(sglang_python), "-c", _VERSIONS).splitlines()[-1:],
+        "versions": {n: _version(n) for n in ("zarr", "deltalake", "duckdb", "numpy", "pyarrow")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write_speed(folder: Path, size: int = 1 << 30) -> float:
+    """Bytes a second of one file written and synced in `folder`; the file is removed."""
+    file, block = folder / "write-speed", np.random.default_rng(1).bytes(16 << 20)
+    start = time.monotonic()
+    try:
+        with file.open("wb") as f:
+            for _ in range(max(1, size // len(block))):
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+    finally:
+        file.unlink(missing_ok=True)
+    return size / (time.monotonic() - start)
+
+
+class Memory:
+    """Samples GPU and host memory every `every` seconds in a thread, until `stop`.
+
+    `group`: process group of a server; `folders`: name -> a folder whose bytes are counted.
+    """
+
+    def __init__(self, group: int, folders: dict[str, Path], every: float = 5.0) -> None:
+        self.group, self.folders, self.every = group, folders, every
+        self.samples: list[dict[str, float]] = []
+        self._over = threading.Event()
+        self._start = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[dict[str, float]]:
+        """End and return the samples: bytes, and `t` in seconds."""
+        self._over.set()
+        self._thread.join(30)
+        return self.samples
+
+    def _run(self) -> None:
+        while True:
+            self.samples.append(self._sample())
+            if self._over.wait(self.every):
+                return
+
+    def _sample(self) -> dict[str, float]:
+        found: dict[str, float] = {"t": round(time.monotonic() - self._start, 1)}
+        used = _ask(*_QUERY, "--query-gpu=memory.used").split()
+        if used and all(u.isdigit() for u in used):
+            found["gpu"] = sum(map(int, used)) * float(1 << 20)
+        found |= _host()
+        anon, shared = _group_memory(self.group)
+        found |= {"server_anon": anon, "server_shm": shared}
+        found["dev_shm"] = float(shutil.disk_usage("/dev/shm").used)
+        found |= {name: _folder_bytes(folder) for name, folder in self.folders.items()}
+        return found
+
+
+def _host() -> dict[str, float]:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return {"available": float(fields["MemAvailable"].split()[0]) * 1024}
+
+
+def _group_memory(group: int) -> tuple[float, float]:
+    """(anonymous, shared-memory) resident bytes of a process group: of all, and of the one with
+    the most, as they map the same pages."""
+    anon, shared = 0.0, 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[2]) != group:
+                continue
+            lines = (stat.parent / "status").read_text().splitlines()
+        except (OSError, ValueError, IndexError):
+            continue
+        of = {k: v for k, _, v in (line.partition(":") for line in lines)}
+        anon += float(of.get("RssAnon", "0").split()[0]) * 1024
+        shared = max(shared, float(of.get("RssShmem", "0").split()[0]) * 1024)
+    return anon, shared
+
+
+def _folder_bytes(folder: Path) -> float:
+    total = 0.0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(path) / name).stat().st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def flatness(samples: list[dict[str, float]], name: str, after: float = 60.0) -> dict[str, Any]:
+    """How flat a series is after the first `after` seconds: bytes, and bytes a minute (slope of a
+    straight line through it)."""
+    points = [(s["t"], s[name]) for s in samples if name in s and s["t"] >= after]
+    if len(points) < 3:
+        return {"points": len(points)}
+    t, y = np.array(points).T
+    slope = float(np.polyfit(t / 60, y, 1)[0])
+    return {
+        "points": len(points),
+        "min": float(y.min()),
+        "max": float(y.max()),
+        "range": float(y.max() - y.min()),
+        "slope_per_minute": slope,
+    }
