@@ -16,7 +16,7 @@ _CLASS = re.compile(r"^class (\w+).*?(?=^[^\s)#]|\Z)", re.M | re.S)
 _ENTRIES = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[.*?\]|\w+)", re.M | re.S)
 # A submodel made by a class that only the model's config names, as in Llava.
 _BY_CONFIG = re.compile(r"self\.(?:language_model|model|llm|inner)\s*=\s*[a-z_][\w.]*\(")
-_FALLBACK = "TransformersForCausalLM"
+FALLBACK = "TransformersForCausalLM"
 
 
 def options(root: Path) -> dict[str, str]:
@@ -129,11 +129,11 @@ def capture_problem(
         return None
     known = [name for name in named if name in models.architectures]
     if not known:
-        if foreign or models.captures(_FALLBACK) is not False:
+        if foreign or models.captures(FALLBACK) is not False:
             return None
         return (
             f"SGLang {version} has no model for architecture {', '.join(named)}, and its stand-in "
-            f"for unknown models ({_FALLBACK}) cannot capture: use a version that has it"
+            f"for unknown models ({FALLBACK}) cannot capture: use a version that has it"
         )
     if models.captures(known[0]) is not False:
         return None
