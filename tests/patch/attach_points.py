@@ -107,7 +107,7 @@ def _plugins(s: Source) -> Iterator[Check]:
     yield Check("HookType", kinds >= {"BEFORE", "AFTER"}, ", ".join(sorted(kinds)))
     loaders = [
         str(p.relative_to(s.root))
-        for p in [s.root / "launch_server.py", *(s.root / "srt/managers").glob("*.py")]
+        for p in [*s.root.glob("launch_server.py"), *(s.root / "srt/managers").glob("*.py")]
         if "load_plugins()" in p.read_text("utf-8")
     ]
     both = any("launch" in p for p in loaders) and any("scheduler" in p for p in loaders)
