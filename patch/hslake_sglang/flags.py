@@ -202,12 +202,12 @@ def check_running(settings: Any, version: str) -> list[str]:
     Catches what a `--config` file, a bare `sglang serve` or SGLang itself brings past `prepare`.
     """
     problem = versions.problem(version)
+    found: dict[str, str] = {}  # by reason: SGLang may set one thing because of another
+    for rule in refusals(versions.OLDEST if problem else versions.parse(version)):
+        if rule.breaks(effective(settings, rule.attribute)):
+            found.setdefault(rule.reason, rule.options[0])
     wrong = [problem] if problem else []
-    wrong += [
-        f"{rule.options[0]}: {rule.reason}"
-        for rule in refusals(versions.OLDEST if problem else versions.parse(version))
-        if rule.breaks(effective(settings, rule.attribute))
-    ]
+    wrong += [f"{option}: {reason}" for reason, option in found.items()]
     if effective(settings, "disable_radix_cache") is False:
         wrong.append("--disable-radix-cache is missing: cached rows are not computed, so not seen")
     if not problem and effective(settings, "device") == "cuda" and _has_prefill_graphs(settings):

@@ -101,7 +101,8 @@ def staging_size(
         need = max(tokens, _SMALLEST_PART) * row * parts * writers
         raise NoSpace(
             f"staging {staging}: {writers} writer(s) of {parts} parts need {_gib(need)}, "
-            f"{_gib(free)} are free; free some, or set {PART_TOKENS} and {MAX_PARTS}"
+            f"{_gib(free)} are free; free some, or take smaller or fewer parts with --part-tokens "
+            f"and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
         )
     return tokens, parts
 
