@@ -12,29 +12,54 @@ from hslake.units import parse_count
 @examples(
     "hslake serve LAKE --staging /dev/shm/hslake -- --model-path MODEL --tp 8",
     "hslake serve LAKE --staging /dev/shm/hslake --max-parts 8 -- --model-path MODEL --port 30001",
+    "hslake serve LAKE --staging /dev/shm/hslake --python ../sglang/bin/python -- --config s.yaml",
 )
 def serve(
     lake: Lake,
-    staging: Annotated[Path, typer.Option(metavar="DIR", help="Staging directory, on /dev/shm.")],
+    staging: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Staging directory; it must exist, on /dev/shm. `hslake compact` gets the same.",
+        ),
+    ],
     sglang_args: Annotated[
-        list[str], typer.Argument(metavar="-- ARGS...", help="Arguments of sglang.launch_server.")
+        list[str],
+        typer.Argument(metavar="-- ARGS...", help="Arguments of SGLang, as `sglang serve` has."),
     ],
     part_tokens: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Tokens of one staging part, at least the longest sample."),
+        typer.Option(
+            metavar="N",
+            help="Tokens of one staging part, at least the longest sample (default: 32768, or "
+            "what half of the free space gives).",
+        ),
     ] = None,
     max_parts: Annotated[
-        int | None, typer.Option(min=1, help="Most staging parts of a writer.")
+        int | None,
+        typer.Option(
+            min=1, help="Most staging parts of a writer; there is one per DP rank (default: 4)."
+        ),
     ] = None,
     python: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Interpreter that has SGLang (default: this one)."),
+        typer.Option(
+            metavar="FILE",
+            help="Interpreter that has SGLang and hslake (default: the one that runs hslake).",
+        ),
     ] = None,
 ) -> None:
     """Start SGLang with the capture hook; everything after -- goes to SGLang.
 
-    Adds what extraction needs for the SGLang version found (no radix cache, no prefill CUDA
-    graphs, a fixed chunk size) and refuses what would break it. Replaces this process.
+    Adds what extraction needs for the SGLang version found: the lake's dtype, no radix cache, no
+    prefill CUDA graphs, a fixed chunk size, and a --mem-fraction-static lowered by what the
+    capture takes. Refuses, before weights load and with the reason, what would break it:
+    pipeline and context parallelism, speculative decoding, two-batch overlap, LoRA, and others;
+    an SGLang or a model that cannot capture; a model that is not the lake's. SGLang then takes
+    this process over: end it with Ctrl-C.
+
+    The server answers GET /hslake/status (what `hslake extract` reads) and GET /hslake/metrics
+    (Prometheus). Run `hslake preflight` against it before a long extraction.
     """
     tokens = None if part_tokens is None else parse_count(part_tokens, "--part-tokens")
     import hslake_sglang.serve

@@ -19,6 +19,18 @@ from hslake.staging.reader import WriterDir, scan
 
 _MAX_EVENTS = 5000
 
+# What a writer says about the hook's own work, and what stands for a writer that says nothing.
+NO_FIGURES: dict[str, float] = {
+    "forwards": 0,
+    "in_flight": 0,
+    "wait_s": 0.0,
+    "wait_max_s": 0.0,
+    "copies": 0,
+    "copy_s": 0.0,
+    "copy_max_s": 0.0,
+    "gpu_bytes": 0,
+}
+
 
 class StatusReader:
     """Reads the status of every writer under `root` again and again; a call costs what is new.
@@ -31,8 +43,11 @@ class StatusReader:
         self._tails: dict[str, FrameTail] = {}
         self._lock = threading.Lock()
 
-    def read(self, since: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Status of the writers there are, each with its events after `since[writer]`."""
+    def read(
+        self, since: Mapping[str, int] | None = None, *, limit: int = _MAX_EVENTS
+    ) -> dict[str, Any]:
+        """Status of the writers there are, each with its events after `since[writer]`, at most
+        `limit` of them."""
         with self._lock:
             found = scan(self.root)
             self._tails = {
@@ -41,14 +56,14 @@ class StatusReader:
                 else FrameTail(w.path / EVENTS, "events")
                 for w in found
             }
-            writers = [self._writer(w, (since or {}).get(w.writer_id, 0)) for w in found]
+            writers = [self._writer(w, (since or {}).get(w.writer_id, 0), limit) for w in found]
         return _document([w for w in writers if w is not None])
 
-    def _writer(self, found: WriterDir, cursor: int) -> dict[str, Any] | None:
+    def _writer(self, found: WriterDir, cursor: int, limit: int) -> dict[str, Any] | None:
         try:
             # Before the events: what the summary knows, they hold.
             status = _summary(found)
-            events, error = self._events(found, cursor, status["last_seq"])
+            events, error = self._events(found, cursor, limit, status["last_seq"])
         except FileNotFoundError:
             return None  # just born, or being deleted
         for part in status["parts"]:
@@ -58,6 +73,7 @@ class StatusReader:
                 part["state"] = "done"
         return {
             **status,
+            "hook": {**NO_FIGURES, **status.get("hook", {})},
             "error": error or status["error"],
             "alive": found.alive,
             "events": events,
@@ -65,11 +81,11 @@ class StatusReader:
         }
 
     def _events(
-        self, found: WriterDir, cursor: int, last_seq: int
+        self, found: WriterDir, cursor: int, limit: int, last_seq: int
     ) -> tuple[list[dict[str, Any]], str | None]:
         tail = self._tails[found.writer_id]
         try:
-            events = tail.read(cursor, _MAX_EVENTS)  # event `seq` is frame `seq - 1`
+            events = tail.read(cursor, limit)  # event `seq` is frame `seq - 1`
         except Corrupt as e:
             return [], str(e)
         if len(tail) < last_seq:

@@ -141,5 +141,5 @@ def _hold_back(taps: Taps, need: int) -> None:
     free; given to PyTorch's pool again at the first forward. Nothing to do where `hslake serve`
     took it off --mem-fraction-static."""
     log.info("hslake: the capture takes up to %.2f GiB of GPU memory", need / 2**30)
-    if not os.environ.get(memory.TAKEN):
+    if not os.environ.get(settings.GPU_MEMORY_TAKEN):
         taps.held = torch.empty(need, dtype=torch.uint8, device="cuda")

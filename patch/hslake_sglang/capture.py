@@ -61,6 +61,7 @@ class Capture:
         self._pieces: list[Piece] = []
         self._rows = 0
         self._deadline = 0.0  # of all waiting in this forward
+        self._waited = 0.0  # seconds of it so far
         self._stop = threading.Event()
         if self.armed and upkeep:
             threading.Thread(target=self._keep_up, name="hslake-upkeep", daemon=True).start()
@@ -125,12 +126,12 @@ class Capture:
             return
         prefixes = batch.extend_prefix_lens_cpu
         self._pieces = split_batch(batch.rids or [], lengths, prefixes, self.spec.lake8)
-        self._deadline = time.monotonic() + MAX_WAIT_S
+        self._deadline, self._waited = time.monotonic() + MAX_WAIT_S, 0.0
         assert self._copies is not None
         # Whosever rows these are, the capture makes the model keep their states: that is bounded.
         began = time.monotonic()
         in_time = self._copies.turn(self._deadline)
-        self.figures.waited(time.monotonic() - began)
+        self._waited += time.monotonic() - began
         if not in_time:
             for piece in self._pieces:
                 self._lose(piece, "the copies of earlier forwards did not end in time")
@@ -159,6 +160,7 @@ class Capture:
                     self.figures.forwards += 1
                 self._copies.start(placed, streams, batch.input_ids[:rows])
         finally:
+            self.figures.waited(self._waited)
             self._forget()
 
     def _forget(self) -> None:
@@ -216,13 +218,13 @@ class Capture:
             try:
                 with self._lock:
                     place: Reservation = self.writer.begin(piece.rid)
-                self.figures.waited(time.monotonic() - began)
+                self._waited += time.monotonic() - began
                 return place, None
             except InvalidInput as error:
                 return None, str(error)
             except NoSpace as error:
                 if time.monotonic() >= self._deadline:
-                    self.figures.waited(time.monotonic() - began)
+                    self._waited += time.monotonic() - began
                     return None, f"no space: {error}"
             time.sleep(_POLL_S)
             with self._lock:

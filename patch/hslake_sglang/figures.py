@@ -9,14 +9,14 @@ class Figures:
 
     gpu_bytes: int = 0  # of GPU memory that the capture may take
     forwards: int = 0  # with rows of the lake's samples
-    wait_s: float = 0.0  # that forwards were held up, by staging without room or by earlier copies
+    wait_s: float = 0.0  # that forwards were held up, by staging without room or earlier copies
     wait_max_s: float = 0.0
     copies: int = 0  # forwards whose rows have arrived in staging
     copy_s: float = 0.0  # from the end of a forward's launch to the arrival of its rows
     copy_max_s: float = 0.0
 
     def waited(self, seconds: float) -> None:
-        """A forward was held up."""
+        """A forward was held up for so long in all."""
         self.wait_s += seconds
         self.wait_max_s = max(self.wait_max_s, seconds)
 

@@ -1,131 +1,27 @@
 """What `hslake serve` adds to SGLang's arguments and what it refuses, with the reason and the fix.
 
 Two views of one rule: `prepare` reads the argument list before SGLang starts, `check_running` reads
-the server's effective settings inside the worker, which also sees `--config` files and defaults.
+the server's effective settings inside the worker, which also sees what other code has decided.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hslake.errors import InvalidInput
 from hslake_sglang import versions
+from hslake_sglang.refusals import refusals
 
 DEFAULT_CHUNK = 8192
-_OFF: tuple[Any, ...] = (None, False, 0, 1, "", "null", "none", (), [])
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One SGLang setting that breaks capture."""
-
-    attribute: str
-    options: tuple[str, ...]
-    reason: str
-    breaks: Callable[[Any], bool]
-    takes_value: bool = True
-
-
-def _more_than_one(value: Any) -> bool:
-    try:
-        return int(value) > 1
-    except (TypeError, ValueError):
-        return False
-
-
-def _set(value: Any) -> bool:
-    return not any(value is off or value == off for off in _OFF)
-
-
-def _is(text: str) -> Callable[[Any], bool]:
-    return lambda value: str(value).lower() == text
-
-
-def _true(value: Any) -> bool:
-    return value is True
-
-
-def _switch(attribute: str, reason: str, *more: str) -> Refusal:
-    return Refusal(attribute, (_option(attribute), *more), reason, _true, takes_value=False)
-
-
-def _option(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "pp_size",
-        ("--pp-size", "--pipeline-parallel-size"),
-        "with pipeline parallelism a stage sees only its own layers; use --tp-size or --dp-size",
-        _more_than_one,
-    ),
-    Refusal(
-        "attn_cp_size",
-        ("--attn-cp-size", "--attention-context-parallel-size"),
-        "context-parallel prefill leaves each rank with a part of the rows; remove it",
-        _more_than_one,
-    ),
-    Refusal(
-        "dcp_size",
-        ("--dcp-size", "--decode-context-parallel-size"),
-        "context parallelism is not known to leave whole rows to capture; remove it",
-        _more_than_one,
-    ),
-    Refusal(
-        "speculative_algorithm",
-        ("--speculative-algorithm",),
-        "speculative decoding owns the auxiliary capture and adds verify rows; remove it",
-        _set,
-    ),
-    Refusal(
-        "dllm_algorithm",
-        ("--dllm-algorithm",),
-        "diffusion decoding rewrites positions, so a row is not one prompt token; remove it",
-        _set,
-    ),
-    Refusal(
-        "disaggregation_mode",
-        ("--disaggregation-mode",),
-        "a decode-side PD server never computes the prompt's states; capture on the prefill side",
-        _is("decode"),
-    ),
-    Refusal(
-        "tokenizer_worker_num",
-        ("--tokenizer-worker-num",),
-        "several HTTP workers would not all carry /hslake/status; use 1",
-        _more_than_one,
-    ),
-    Refusal(
-        "lora_paths",
-        ("--lora-paths",),
-        "an adapter changes the states without changing the model's fingerprint; remove it",
-        _set,
-    ),
-    _switch("enable_lora", "an adapter changes the states under the same fingerprint; remove it"),
-    _switch("enable_two_batch_overlap", "two-batch overlap does not run the capture; remove it"),
-    _switch("enable_layernorm_sp", "layernorm-SP shards the states over ranks; remove it"),
-    _switch("enable_megamoe_for_layernorm_sp", "layernorm-SP shards the states; remove it"),
-    _switch("enable_prefill_cp", "context-parallel prefill shards the rows; remove it"),
-    _switch(
-        "enable_return_hidden_states",
-        "the hook's capture changes what it returns (boundaries instead of final); remove it",
-    ),
-    _switch("enable_return_aux_hidden_states", "it sets the same capture; remove it"),
-    _switch("enable_pdmux", "split prefill does not run the capture; remove it"),
-    _switch("enable_dynamic_chunking", "the lake records one chunk size a server; remove it"),
-    _switch("is_embedding", "an embedding server never calls the logits processor; remove it"),
-    _switch("encoder_only", "an encoder server has no language model; remove it"),
-    _switch("smg_grpc_mode", "/hslake/status needs SGLang's HTTP server; remove it"),
-    _switch("grpc_mode", "/hslake/status needs SGLang's HTTP server; remove it"),
-    _switch("use_ray", "Ray's HTTP server does not carry /hslake/status; remove it"),
-    _switch(
-        "enable_hierarchical_cache",
-        "prefixes restored from a cache are not computed, so not captured; remove it",
-        "--enable-hicache",
-    ),
-)
+MODEL = ("--model-path", "--model")
+TP = ("--tp-size", "--tensor-parallel-size")
+DP = ("--dp-size", "--data-parallel-size")
+ATTENTION_DP = ("--attn-dp-size", "--attention-data-parallel-size")
+CHUNK = "--chunked-prefill-size"
+MEMORY = "--mem-fraction-static"
+_GRAPH_BACKEND = "--cuda-graph-backend-prefill"
+_NO_GRAPHS = ("--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph")
+_GRAPH = "a prefill CUDA graph hides the batch's request ids from the hook"
 
 
 def option_value(args: Sequence[str], names: Sequence[str]) -> str | None:
@@ -143,47 +39,119 @@ def option_value(args: Sequence[str], names: Sequence[str]) -> str | None:
     return found
 
 
-def prepare(args: Sequence[str], *, version: str, dtype: str) -> list[str]:
+def number(args: Sequence[str], names: Sequence[str], default: int = 1) -> int:
+    """The whole number given for any of `names`; `default` without one, or with something else,
+    of which SGLang says what it thinks."""
+    text = option_value(args, names) or ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 18 else default
+
+
+def spelled_out(args: Sequence[str], known: Mapping[str, str]) -> list[str]:
+    """`args` with unique abbreviations of the options in `known` written out, as argparse reads
+    them: `--pp 2` is `--pp-size 2` where nothing else begins with `--pp`."""
+    full = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name.startswith("--") and len(name) > 2 and name not in known:
+            fits = [option for option in known if option.startswith(name)]
+            if len(fits) == 1:
+                arg = fits[0] + equals + value
+        full.append(arg)
+    return full
+
+
+def config_args(config: Mapping[str, Any]) -> list[str]:
+    """The arguments that a `--config` file's content stands for. SGLang puts them before those of
+    the command line, so the latter win."""
+    args: list[str] = []
+    for key, value in config.items():
+        option = "--" + str(key).replace("_", "-")
+        if value is True:
+            args.append(option)
+        elif value is False or value == []:
+            continue
+        elif isinstance(value, list):
+            args += [option, *map(str, value)]
+        else:
+            args += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return args
+
+
+def prepare(
+    args: Sequence[str],
+    *,
+    version: str,
+    dtype: str,
+    known: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
     """SGLang's arguments with what capture needs for SGLang `version` and a lake of `dtype`.
 
-    Raises InvalidInput on an unsupported version and on arguments that break capture; all problems
-    are listed in one message.
+    `known`: the options of this SGLang with their attributes (source.options), when they could be
+    read. `config`: content of the `--config` file. Raises InvalidInput on an unsupported version
+    and on arguments that break capture; all problems are listed in one message.
     """
-    wrong = [p for p in [versions.problem(version)] if p]
-    if wrong:
-        raise InvalidInput(wrong[0])
-    if option_value(args, ["--model-path", "--model"]) is None and not _has(args, "--config"):
+    if problem := versions.problem(version):
+        raise InvalidInput(problem)
+    wrong: list[str] = []
+    args = spelled_out(args, known or {})
+    every = [*spelled_out(config_args(config or {}), known or {}), *args]
+    unread = config is None and option_value(every, ["--config"]) is not None
+    if option_value(every, MODEL) is None and not unread:
         wrong.append("--model-path is missing: name the model's folder after `--`")
-    for rule in REFUSALS:
-        value = option_value(args, rule.options)
-        if value is not None and (not rule.takes_value or rule.breaks(value)):
+    for rule in refusals(versions.parse(version)):
+        spellings = {*rule.options, *(o for o, a in (known or {}).items() if a == rule.attribute)}
+        value = option_value(every, sorted(spellings))
+        if value is not None and rule.breaks(value):
             wrong.append(f"{rule.options[0]}: {rule.reason}")
-    wrong += _refused_graphs(args)
-    more, trouble = _dtype(args, dtype)
+    wrong += _refused_graphs(every)
+    more, trouble = _dtype(every, dtype)
     wrong += trouble
-    chunk, trouble = _chunk(args)
+    chunk, trouble = _chunk(every)
     wrong += trouble
     if wrong:
         raise InvalidInput("SGLang's arguments break capture:\n  " + "\n  ".join(wrong))
     more += chunk
-    if not _has(args, "--disable-radix-cache"):
+    if option_value(every, ["--disable-radix-cache"]) is None:
         more.append("--disable-radix-cache")
-    graphs = versions.no_prefill_graph_flags(version)
-    if not _has(args, graphs[0]) and not _has(args, "--disable-prefill-cuda-graph"):
-        more += graphs
+    if not _graphs_are_off(every):
+        more += _without_graphs(version, known)
     return [*args, *more]
 
 
-def _has(args: Sequence[str], name: str) -> bool:
-    return option_value(args, [name]) is not None
+def writers(args: Sequence[str]) -> int:
+    """Writers of a server with these arguments: one for each data-parallel rank."""
+    return max(number(args, DP), number(args, ATTENTION_DP))
+
+
+def chunk_tokens(args: Sequence[str]) -> int:
+    """The most prompt tokens of one forward on one rank: under DP attention SGLang divides
+    --chunked-prefill-size by the number of ranks."""
+    chunk = number(args, [CHUNK], DEFAULT_CHUNK)
+    shares = number(args, ATTENTION_DP)
+    if option_value(args, ["--enable-dp-attention"]) is not None:
+        shares = max(shares, number(args, DP))
+    return max(1, chunk // max(1, shares))
+
+
+def _graphs_are_off(args: Sequence[str]) -> bool:
+    return option_value(args, [_GRAPH_BACKEND]) is not None or any(
+        option_value(args, [name]) is not None for name in _NO_GRAPHS
+    )
+
+
+def _without_graphs(version: str, known: Mapping[str, str] | None) -> list[str]:
+    """The arguments for no prefill graphs: those that this SGLang knows."""
+    ways = [versions.no_prefill_graph_flags(version), [_GRAPH_BACKEND, "disabled"]]
+    ways += [[name] for name in _NO_GRAPHS]
+    return next((way for way in ways if not known or way[0] in known), [])
 
 
 def _refused_graphs(args: Sequence[str]) -> list[str]:
-    reason = "a prefill CUDA graph hides the batch's request ids from the hook"
     wrong = []
-    backend = option_value(args, ["--cuda-graph-backend-prefill"])
+    backend = option_value(args, [_GRAPH_BACKEND])
     if backend not in (None, "disabled"):
-        wrong.append(f"--cuda-graph-backend-prefill {backend}: {reason}; use `disabled`")
+        wrong.append(f"{_GRAPH_BACKEND} {backend}: {_GRAPH}; use `disabled`")
     config = option_value(args, ["--cuda-graph-config"])
     if config:
         try:
@@ -191,7 +159,7 @@ def _refused_graphs(args: Sequence[str]) -> list[str]:
         except (ValueError, AttributeError):
             return [*wrong, f"--cuda-graph-config: {config!r} is not a JSON object"]
         if isinstance(prefill, dict) and prefill.get("backend", "disabled") != "disabled":
-            wrong.append(f"--cuda-graph-config prefill: {reason}; set its backend to `disabled`")
+            wrong.append(f"--cuda-graph-config prefill: {_GRAPH}; set its backend to `disabled`")
     return wrong
 
 
@@ -207,29 +175,50 @@ def _dtype(args: Sequence[str], lake: str) -> tuple[list[str], list[str]]:
 
 
 def _chunk(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    given = option_value(args, ["--chunked-prefill-size"])
+    given = option_value(args, [CHUNK])
     if given is None:
-        return ["--chunked-prefill-size", str(DEFAULT_CHUNK)], []
-    try:
-        fine = int(given) > 0
-    except ValueError:
-        fine = False
-    if fine:
+        return [CHUNK, str(DEFAULT_CHUNK)], []
+    if number(args, [CHUNK], 0) > 0:
         return [], []
-    return [], [f"--chunked-prefill-size {given}: expected a fixed positive number, such as 8192"]
+    return [], [f"{CHUNK} {given}: expected a fixed positive number, such as 8192"]
+
+
+def effective(settings: Any, name: str) -> Any:
+    """One setting of a running server as SGLang resolved it; None when it has no such setting.
+
+    From 0.5.19 on the attributes of ServerArgs keep what was given, and decisions lie beside them.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+
+        return resolution_result(settings, name)
+    except Exception:  # an older version, or a stand-in without the bookkeeping
+        return getattr(settings, name, None)
 
 
 def check_running(settings: Any, version: str) -> list[str]:
     """Problems of a running server's effective settings (any object with SGLang's attribute names).
 
-    Catches what a `--config` file or a bare `sglang serve` brings past `prepare`.
+    Catches what a `--config` file, a bare `sglang serve` or SGLang itself brings past `prepare`.
     """
-    wrong = [p for p in [versions.problem(version)] if p]
-    wrong += [
-        f"{rule.options[0]}: {rule.reason}"
-        for rule in REFUSALS
-        if rule.breaks(getattr(settings, rule.attribute, None))
-    ]
-    if getattr(settings, "disable_radix_cache", True) is False:
+    problem = versions.problem(version)
+    found: dict[str, str] = {}  # by reason: SGLang may set one thing because of another
+    for rule in refusals(versions.OLDEST if problem else versions.parse(version)):
+        if rule.breaks(effective(settings, rule.attribute)):
+            found.setdefault(rule.reason, rule.options[0])
+    wrong = [problem] if problem else []
+    wrong += [f"{option}: {reason}" for reason, option in found.items()]
+    if effective(settings, "disable_radix_cache") is False:
         wrong.append("--disable-radix-cache is missing: cached rows are not computed, so not seen")
+    if not problem and effective(settings, "device") == "cuda" and _has_prefill_graphs(settings):
+        fix = " ".join(versions.no_prefill_graph_flags(version))
+        wrong.append(f"{fix} is missing: {_GRAPH}")
     return wrong
+
+
+def _has_prefill_graphs(settings: Any) -> bool:
+    prefill = getattr(effective(settings, "cuda_graph_config"), "prefill", None)
+    if prefill is None:
+        return effective(settings, "disable_piecewise_cuda_graph") is False
+    backend = getattr(prefill, "backend", "disabled")
+    return str(getattr(backend, "value", backend)) != "disabled"

@@ -1,37 +1,33 @@
 """`hslake serve`: SGLang with the capture, checked before any weight is loaded."""
 
-import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hslake.errors import InvalidInput, Missing
-from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint, read_spec
+from hslake.errors import HslakeError, InvalidInput, Missing
+from hslake.fingerprint import read_config
+from hslake.modelinfo import read_model
+from hslake.spec import LakeSpec, ModelInfo, check_fingerprint, model_fingerprint, read_spec
 from hslake.staging.check import check_roots
-from hslake_sglang import flags, settings
+from hslake_sglang import flags, memory, settings, source
+from hslake_sglang.interpreter import Found, ask
 
 _SGLANG_PORT = 30_000  # its default
-_ASK = (
-    "import importlib.metadata as m, json\n"
-    "def v():\n"
-    "    try: return m.version('sglang')\n"
-    "    except m.PackageNotFoundError: return ''\n"
-    "hooks = [e.name for e in m.entry_points(group='sglang.srt.plugins')]\n"
-    "print(json.dumps({'version': v(), 'hook': 'hslake' in hooks}))\n"
-)
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Command:
-    """A server ready to start: the full argument vector and its whole environment."""
+    """A server ready to start: the full argument vector, its whole environment, and what the
+    person who starts it should know."""
 
     argv: list[str]
     env: dict[str, str]
     spec: LakeSpec
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -55,21 +51,31 @@ def prepare(
     check_roots([folder], spec)
     interpreter = str(python or sys.executable)
     full = {**os.environ, **(env or {})}
-    version = _sglang_version(interpreter, full)
-    args = flags.prepare(sglang_args, version=version, dtype=spec.dtype)
-    _check_model(spec, args)
-    _check_port(args)
+    found = _sglang(interpreter, full, flags.option_value(sglang_args, ["--config"]))
+    known = source.options(found.root) if found.root else {}
+    args = flags.prepare(
+        sglang_args, version=found.version, dtype=spec.dtype, known=known, config=found.config
+    )
+    every = [*flags.config_args(found.config or {}), *args]
+    foreign = found.others or bool(full.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
+    notes = _check_model(spec, every, found, foreign=foreign)
+    _check_port(every)
     for name, value in ((settings.PART_TOKENS, part_tokens), (settings.MAX_PARTS, max_parts)):
         if value is not None:
             full[name] = str(value)
-    writers = max(int(flags.option_value(args, n) or 1) for n in _DP_OPTIONS.values())
-    settings.staging_size(
+    tokens, parts = settings.staging_size(
         folder,
         spec,
         settings.count(full, settings.PART_TOKENS),
         settings.count(full, settings.MAX_PARTS),
-        writers=writers,
+        writers=flags.writers(every),
     )
+    staged = tokens * parts * (spec.bytes_per_token + 4)
+    notes += [
+        f"staging: {flags.writers(every)} writer(s) of {parts} parts of {tokens:,} tokens, "
+        f"{staged / _GIB:.2f} GiB each, in {folder}"
+    ]
+    args, more = _leave_memory(spec, args, every, full)
     full[settings.STAGING] = str(folder.resolve())
     full[settings.LAKE] = lake_url
     full[settings.SPEC] = settings.spec_env(spec)
@@ -77,7 +83,8 @@ def prepare(
     allowed = full.get("SGLANG_PLUGINS", "")
     if allowed and "hslake" not in allowed.split(","):
         full["SGLANG_PLUGINS"] = allowed + ",hslake"
-    return Command([interpreter, "-m", "sglang.launch_server", *args], full, spec)
+    argv = [interpreter, "-m", "sglang.launch_server", *args]
+    return Command(argv, full, spec, (*notes, *more))
 
 
 def serve(
@@ -100,40 +107,53 @@ def serve(
         python=python,
         env=env,
     )
+    for note in command.notes:
+        print(f"hslake: {note}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.argv[0], command.argv, command.env)
 
 
-_DP_OPTIONS = {
-    "dp_size": ("--dp-size", "--data-parallel-size"),
-    "attn_dp_size": ("--attn-dp-size", "--attention-data-parallel-size"),
-}
-
-
-def _sglang_version(python: str, env: Mapping[str, str]) -> str:
-    try:
-        out = subprocess.run(
-            [python, "-c", _ASK], env=dict(env), capture_output=True, text=True, timeout=120
-        )
-    except OSError as error:
-        raise Missing(f"cannot run the interpreter {python!r}: {error}") from error
-    try:
-        found = json.loads(out.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        raise InvalidInput(
-            f"{python} could not say which SGLang it has: {out.stderr.strip()[-500:]}"
-        ) from None
-    if not found["version"]:
+def _sglang(python: str, env: Mapping[str, str], config: str | None) -> Found:
+    found = ask(python, env, config)
+    if not found.version:
         raise Missing(
             f"no SGLang in {python}: install one there, or name another interpreter with --python"
         )
-    if not found["hook"]:
+    if not found.hook:
         raise Missing(
-            f"hslake is not installed in {python}, so SGLang {found['version']} would start "
+            f"hslake is not installed in {python}, so SGLang {found.version} would start "
             f"without the hook: run `{python} -m pip install hslake`"
         )
-    return str(found["version"])
+    return found
+
+
+def _leave_memory(
+    spec: LakeSpec, args: list[str], every: Sequence[str], env: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """(arguments with less memory for SGLang, what to tell about it); marks `env` when done."""
+    env.pop(settings.GPU_MEMORY_TAKEN, None)
+    device = flags.option_value(every, ["--device"])
+    total = memory.smallest_gpu(env) if device in (None, "cuda") else None
+    if total is None:
+        return args, []
+    chunk = flags.chunk_tokens(every)
+    need = memory.capture_bytes(spec, chunk)
+    told = [
+        f"GPU memory: the capture takes {need / _GIB:.2f} GiB on each GPU that writes "
+        f"(forwards of {chunk:,} tokens)"
+    ]
+    given = flags.option_value(every, [flags.MEMORY])
+    if given is None:
+        return args, [*told, "GPU memory: held back from SGLang's own choice when the model loads"]
+    try:
+        fraction = float(given)
+    except ValueError:
+        return args, told  # SGLang says what it thinks of it
+    less = memory.lowered(fraction, need, total)
+    env[settings.GPU_MEMORY_TAKEN] = "1"
+    told.append(f"GPU memory: {flags.MEMORY} lowered from {given} to {less}")
+    return [*args, flags.MEMORY, str(less)], told
 
 
 def _check_port(args: Sequence[str]) -> None:
@@ -151,10 +171,45 @@ def _check_port(args: Sequence[str]) -> None:
         ) from None
 
 
-def _check_model(spec: LakeSpec, args: Sequence[str]) -> None:
-    """Compare fingerprints early when the model is a local folder; the worker always does."""
-    model = flags.option_value(args, ["--model-path", "--model"])
+def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: bool) -> list[str]:
+    """What the model's folder says, when it is a local one; the worker always looks at the model.
+
+    Returns what to tell about it. Raises InvalidInput or Missing.
+    """
+    model = flags.option_value(args, flags.MODEL)
     if model and model.startswith(("/", ".")) and not Path(model).exists():
         raise Missing(f"--model-path {model}: there is no such folder")
-    if model and Path(model).is_dir():
+    if not model or not (Path(model) / "config.json").is_file():
+        return []  # a name on a hub, or a format that has its own description
+    path = Path(model) / "config.json"
+    named = [str(name) for name in read_config(path).get("architectures") or []]
+    if flags.option_value(args, ["--model-impl"]) == "transformers":
+        named = [source.FALLBACK]
+    if found.root:
+        problem = source.capture_problem(found.root, named, found.version, foreign=foreign)
+        if problem:
+            raise InvalidInput(f"{model}: {problem}")
+    try:
+        info, dtype = read_model(path, None)
+    except HslakeError:  # a config that only SGLang understands
         check_fingerprint(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")
+        return []
+    # With this option the numbers of config.json are not those that will be served.
+    if flags.option_value(args, ["--json-model-override-args"]) is None:
+        _check_size(spec, path, info)
+    check_fingerprint(spec.model.fingerprint, info.fingerprint, f"the model {model}")
+    if dtype in (None, spec.dtype):
+        return []
+    return [f"dtype: the model's config names {dtype}; served and stored as {spec.dtype}"]
+
+
+def _check_size(spec: LakeSpec, path: Path, info: ModelInfo) -> None:
+    for what, mine, its in (
+        ("layers", spec.num_layers, info.num_layers),
+        ("hidden size", spec.hidden_size, info.hidden_size),
+    ):
+        if mine != its:
+            raise InvalidInput(
+                f"{path}: the model has {what} {its}, the lake was made for {mine}: serve the "
+                "lake's model, or make another lake for this one"
+            )

@@ -18,6 +18,7 @@ SPEC = "HSLAKE_SPEC"
 PART_TOKENS = "HSLAKE_PART_TOKENS"
 MAX_PARTS = "HSLAKE_MAX_PARTS"
 RUN = "HSLAKE_RUN"
+GPU_MEMORY_TAKEN = "HSLAKE_GPU_MEMORY_TAKEN"  # serve has lowered --mem-fraction-static for the hook
 
 DEFAULT_PART_TOKENS = 32_768
 DEFAULT_PARTS = 4
@@ -100,7 +101,8 @@ def staging_size(
         need = max(tokens, _SMALLEST_PART) * row * parts * writers
         raise NoSpace(
             f"staging {staging}: {writers} writer(s) of {parts} parts need {_gib(need)}, "
-            f"{_gib(free)} are free; free some, or set {PART_TOKENS} and {MAX_PARTS}"
+            f"{_gib(free)} are free; free some, or take smaller or fewer parts with --part-tokens "
+            f"and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
         )
     return tokens, parts
 

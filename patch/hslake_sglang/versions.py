@@ -36,7 +36,7 @@ def no_prefill_graph_flags(version: str) -> list[str]:
 
     Under such a graph the logits processor sees a rebuilt batch without request ids.
     """
-    if parse(version) < (0, 5, 13):
+    if parse(version) < (0, 5, 14):
         return ["--disable-piecewise-cuda-graph"]
     return ["--cuda-graph-backend-prefill", "disabled"]
 

@@ -1,14 +1,20 @@
-"""What GET /hslake/status says about this server, and only about it."""
+"""What GET /hslake/status and /hslake/metrics say about this server, and only about it."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hslake_sglang import endpoint, report
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from hslake_sglang import endpoint, metrics, report
+from prometheus_client.parser import text_string_to_metric_families
 
 from hslake.errors import InvalidInput
+from hslake.ids import RequestId
 from hslake.staging import StatusReader
-from tests.staging.test_writer import spec
+from tests.staging.test_writer import put, spec
 from tests.staging.test_writer import writer as staging_writer
 
 RUN = "run1"
@@ -23,7 +29,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Every writer in staging, as read_status would find them."""
     writers: list[dict[str, Any]] = []
     document = {"format": 1, "armed": True, "error": None, "writers": writers}
-    monkeypatch.setattr(StatusReader, "read", lambda reader, since: document)
+    monkeypatch.setattr(StatusReader, "read", lambda reader, since, **more: document)
     return writers
 
 
@@ -82,3 +88,160 @@ def test_a_damaged_summary_is_told(tmp_path: Path) -> None:
     answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert answer["armed"] is False and "status.json" in answer["error"]
     made.close()
+
+
+# -- over HTTP ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    app = FastAPI()
+    endpoint.mount(app, tmp_path, RUN)
+    return TestClient(app)
+
+
+def scraped(client: TestClient) -> dict[str, dict[tuple[str, ...], float]]:
+    """Samples of /hslake/metrics by name, then by their label values but for writer and lake."""
+    answer = client.get(endpoint.METRICS_PATH)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = tuple(v for k, v in sample.labels.items() if k not in ("writer", "lake"))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def test_status_over_http(tmp_path: Path, client: TestClient) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+    made.set_health(True, None)
+    put(made, "a", 5, 1)
+    made.tick()
+    document = client.get(endpoint.PATH).json()
+    assert document["armed"] is True
+    assert [e["sample_id"] for e in document["writers"][0]["events"]] == ["a"]
+    later = client.get(endpoint.PATH, params={"since": f"{made.writer_id}:1"}).json()
+    assert later["writers"][0]["events"] == [] and later["writers"][0]["cursor"] == 1
+    refused = client.get(endpoint.PATH, params={"since": "nonsense"})
+    assert refused.status_code == 400 and "since" in refused.json()["error"]
+    assert client.post(endpoint.PATH).status_code == 405
+    made.close()
+
+
+def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
+    s = spec()
+    made = staging_writer(tmp_path, s, tokens=16)
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+    made.set_health(True, None)
+    put(made, "a", 16, 1)
+    put(made, "b", 3, 2)
+    for n in range(2):
+        made.drop(RequestId(s.lake8, f"attempt{n}", 3, "A1", "s"), "no space")
+    made.tick()
+    path = made.folder / "status.json"
+    status = json.loads(path.read_text())
+    status["hook"] = {
+        **{"forwards": 7, "in_flight": 2, "wait_s": 1.5, "wait_max_s": 0.75},
+        **{"copies": 9, "copy_s": 4.5, "copy_max_s": 2.25, "gpu_bytes": 1 << 30},
+    }
+    status["engine"] = {**status["engine"], "dp_rank": "3"}
+    path.write_text(json.dumps(status))
+    found = scraped(client)
+    assert found["hslake_armed"] == {(): 1} == found["hslake_writers"]
+    assert {name: v[("3",)] for name, v in found.items() if v.keys() == {("3",)}} == {
+        "hslake_samples_captured_total": 2,
+        "hslake_tokens_captured_total": 19,
+        "hslake_captured_bytes_total": 19 * s.bytes_per_token,
+        "hslake_attempts_dropped_total": 2,
+        "hslake_free_rows": status["free_rows"],
+        "hslake_capacity_rows": status["capacity_rows"],
+        "hslake_forwards_total": 7,
+        "hslake_forwards_in_flight": 2,
+        "hslake_wait_seconds_total": 1.5,
+        "hslake_wait_max_seconds": 0.75,
+        "hslake_copy_max_seconds": 2.25,
+        "hslake_copy_seconds_count": 9,
+        "hslake_copy_seconds_sum": 4.5,
+        "hslake_gpu_memory_bytes": 1 << 30,
+        "hslake_writer_armed": 1,
+        "hslake_writer_alive": 1,
+        "hslake_status_timestamp_seconds": status["updated_at"],
+    }
+    states = {"open": 1, "sealed": 1, "done": 0}
+    assert found["hslake_parts"] == {("3", k): v for k, v in states.items()}
+    labels = f'{{dp_rank="3",lake="{s.lake_id}",writer="{made.writer_id}"}}'
+    text = client.get(endpoint.METRICS_PATH).text
+    assert f"hslake_tokens_captured_total{labels} 19.0" in text
+    made.close()
+
+
+def test_a_server_without_any_writer_is_a_zero_not_a_gap(
+    tmp_path: Path, client: TestClient
+) -> None:
+    found = scraped(client)
+    assert found["hslake_armed"] == {(): 0} == found["hslake_writers"]
+    other = staging_writer(tmp_path, spec())
+    other.set_health(True, None)
+    assert scraped(client)["hslake_armed"] == {(): 0}  # that one belongs to another server
+    other.close()
+
+
+def test_a_writer_without_the_hooks_figures_and_a_disarmed_one(
+    tmp_path: Path, client: TestClient
+) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+    made.set_health(True, None)
+    assert scraped(client)["hslake_armed"] == {(): 1}
+    assert scraped(client)["hslake_forwards_total"] == {("",): 0}
+    made.set_health(False, "the capture failed")
+    found = scraped(client)
+    assert found["hslake_armed"] == {(): 0} and found["hslake_writer_armed"] == {("",): 0}
+    assert found["hslake_writer_alive"] == {("",): 1}
+    made.close()
+
+
+def test_a_scrape_reads_no_events(tmp_path: Path, client: TestClient, monkeypatch) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+    put(made, "a", 5, 1)
+    limits: list[int] = []
+    read = StatusReader.read
+
+    def seen(reader: StatusReader, since: Any, *, limit: int = -1) -> dict[str, Any]:
+        limits.append(limit)
+        return read(reader, since, limit=limit)
+
+    monkeypatch.setattr(StatusReader, "read", seen)
+    scraped(client)
+    assert limits == [0]
+    made.close()
+
+
+def test_errors_are_answers(tmp_path: Path, client: TestClient, monkeypatch) -> None:
+    def broken(reader: StatusReader, since: Any, **more: Any) -> dict[str, Any]:
+        raise OSError("staging is on fire")
+
+    monkeypatch.setattr(StatusReader, "read", broken)
+    for path in (endpoint.PATH, endpoint.METRICS_PATH):
+        answer = client.get(path)
+        assert answer.status_code == 500 and "staging is on fire" in answer.text
+
+
+def test_without_prometheus_client_the_status_still_works(
+    tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    answer = client.get(endpoint.METRICS_PATH)
+    assert answer.status_code == 501 and "prometheus_client" in answer.text
+    assert client.get(endpoint.PATH).status_code == 200
+
+
+def test_every_figure_of_the_docs_exists() -> None:
+    docs = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    document = {"armed": True, "writers": []}
+    for family in text_string_to_metric_families(metrics.text(document).decode()):
+        assert f"`{family.name}" in docs, family.name

@@ -34,9 +34,85 @@ def test_keeps_what_is_already_right() -> None:
     assert flags.option_value(prepare("--dtype", "auto"), ["--dtype"]) == "bfloat16"
 
 
-def test_old_versions_get_their_own_graph_flag() -> None:
-    assert "--disable-piecewise-cuda-graph" in prepare(version="0.5.12")
-    assert "--cuda-graph-backend-prefill" in prepare(version="0.5.15.post1")
+@pytest.mark.parametrize(
+    ("version", "flag"),
+    [
+        ("0.5.11", "--disable-piecewise-cuda-graph"),
+        ("0.5.13", "--disable-piecewise-cuda-graph"),
+        ("0.5.14", "--cuda-graph-backend-prefill"),
+        ("0.5.15.post1", "--cuda-graph-backend-prefill"),
+    ],
+)
+def test_versions_get_the_graph_flag_that_they_know(version: str, flag: str) -> None:
+    added = prepare(version=version)[len(MODEL) :]
+    assert flag in added and len([a for a in added if "graph" in a]) == 1
+    # What the version's own source says counts more than what is known of versions.
+    only = {"--disable-prefill-cuda-graph": "disable_prefill_cuda_graph"}
+    assert flags.prepare(MODEL, version=version, dtype="float32", known=only)[-1] == next(
+        iter(only)
+    )
+    nothing = {"--model-path": "model_path"}
+    told = flags.prepare(MODEL, version=version, dtype="float32", known=nothing)
+    assert not [a for a in told if "graph" in a]
+
+
+def test_abbreviations_are_what_argparse_takes_them_for() -> None:
+    known = {"--pp-size": "pp_size", "--pp-more": "pp_more", "--enable-lora": "enable_lora"}
+    spell = lambda *args: flags.spelled_out(args, known)  # noqa: E731
+    assert spell("--enable-l", "--pp-s=2") == ["--enable-lora", "--pp-size=2"]
+    assert spell("--pp", "2") == ["--pp", "2"]  # SGLang says that it is ambiguous
+    assert spell("--pp-size", "-1", "--", "--other") == ["--pp-size", "-1", "--", "--other"]
+    with pytest.raises(InvalidInput, match="--pp-size"):
+        flags.prepare([*MODEL, "--pp-s", "2"], version="0.5.23", dtype="float32", known=known)
+
+
+def test_a_new_spelling_of_a_refused_setting_is_found_by_its_attribute() -> None:
+    known = {"--stages": "pp_size"}
+    with pytest.raises(InvalidInput, match="--pp-size: with pipeline"):
+        flags.prepare([*MODEL, "--stages", "2"], version="0.5.23", dtype="float32", known=known)
+
+
+def test_a_config_files_content_counts_as_arguments() -> None:
+    config = {
+        "model_path": "m",
+        "enable-lora": False,
+        "stop": [],
+        "names": ["a", "b"],
+        "cuda-graph-config": {"prefill": {"backend": "full"}},
+        "enable_metrics": True,
+    }
+    assert flags.config_args(config) == [
+        *("--model-path", "m", "--names", "a", "b"),
+        *("--cuda-graph-config", '{"prefill": {"backend": "full"}}', "--enable-metrics"),
+    ]
+
+    def with_config(config: dict, *args: str) -> list[str]:
+        return flags.prepare(args, version="0.5.23", dtype="bfloat16", config=config)
+
+    with pytest.raises(InvalidInput, match="--cuda-graph-config prefill"):
+        with_config(config)
+    with pytest.raises(InvalidInput, match="--dtype float16"):
+        with_config({"model": "m", "dtype": "float16"})
+    # The command line wins over the file.
+    fine = ("--dtype", "bfloat16")
+    assert with_config({"model": "m", "dtype": "float16", "pp-size": 1}, *fine)[:2] == [*fine]
+    with pytest.raises(InvalidInput, match="--model-path is missing"):
+        with_config({})
+
+
+@pytest.mark.parametrize(
+    ("args", "tokens", "writers"),
+    [
+        ((), 8192, 1),
+        (("--chunked-prefill-size", "512"), 512, 1),
+        (("--dp-size", "4"), 8192, 4),  # replicas, each with the whole chunk
+        (("--dp-size", "4", "--enable-dp-attention"), 2048, 4),
+        (("--attn-dp-size", "2", "--chunked-prefill-size=100"), 50, 2),
+        (("--dp-size", "many"), 8192, 1),
+    ],
+)
+def test_tokens_of_a_forward_and_writers(args: tuple, tokens: int, writers: int) -> None:
+    assert (flags.chunk_tokens(args), flags.writers(args)) == (tokens, writers)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +125,10 @@ def test_old_versions_get_their_own_graph_flag() -> None:
         (["--enable-layernorm-sp"], "layernorm"),
         (["--attn-cp-size", "2"], "context"),
         (["--enable-prefill-cp"], "context"),
+        (["--enable-nsa-prefill-context-parallel"], "context"),
+        (["--return-hidden-states-mode", "last"], "final"),
+        (["--enforce-piecewise-cuda-graph"], "request ids"),
+        (["--uno-lora-path", "somewhere"], "adapter"),
         (["--enable-lora"], "adapter"),
         (["--lora-paths", "a=b"], "adapter"),
         (["--enable-return-hidden-states"], "final"),
@@ -71,6 +151,12 @@ def test_refuses_with_the_option_and_the_fix(args: list[str], named: str) -> Non
 
 def test_harmless_values_pass() -> None:
     prepare("--pp-size", "1", "--disaggregation-mode", "prefill", "--tp-size", "8")
+    prepare("--enable-lora", "false", "--decoupled-spec-role", "null", "--enable-http2")
+
+
+def test_http2_had_processes_of_its_own_in_old_versions() -> None:
+    with pytest.raises(InvalidInput, match="--enable-http2"):
+        prepare("--enable-http2", version="0.5.13")
 
 
 def test_all_problems_in_one_message() -> None:
@@ -96,3 +182,19 @@ def test_running_settings_are_checked_too() -> None:
     bad = SimpleNamespace(pp_size=2, disable_radix_cache=False, enable_lora=True)
     found = " ".join(flags.check_running(bad, "0.5.10"))
     assert all(x in found for x in ("--pp-size", "radix", "--enable-lora", "0.5.10"))
+
+
+def test_prefill_graphs_of_a_running_server() -> None:
+    def found(version: str, **settings: object) -> str:
+        return " ".join(flags.check_running(SimpleNamespace(**settings), version))
+
+    def config(backend: str) -> SimpleNamespace:
+        return SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+
+    fix = "--cuda-graph-backend-prefill disabled is missing"
+    assert fix in found("0.5.23", device="cuda", cuda_graph_config=config("breakable"))
+    assert found("0.5.23", device="cuda", cuda_graph_config=config("disabled")) == ""
+    assert found("0.5.23", device="cpu", cuda_graph_config=config("breakable")) == ""
+    old = "--disable-piecewise-cuda-graph is missing"
+    assert old in found("0.5.12", device="cuda", disable_piecewise_cuda_graph=False)
+    assert found("0.5.12", device="cuda", disable_piecewise_cuda_graph=True) == ""

@@ -1,5 +1,6 @@
 """serve's checks before any weight loads, and servers as child processes."""
 
+import json
 import mmap
 import os
 import signal
@@ -7,13 +8,15 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hslake_sglang import process, serve, settings
+from hslake_sglang import flags, process, serve, settings
 from hslake_sglang.process import ServerProcess, free_port
 
 from hslake.errors import CheckFailed, InvalidInput, Missing
-from tests.patch.toy import make_spec
+from tests.patch import fakesglang
+from tests.patch.toy import HIDDEN, LAYERS, make_spec
 
 SPEC = make_spec(("2", "final"), "bfloat16")
 
@@ -33,29 +36,58 @@ def staging(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare(lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch, **more) -> serve.Command:
-    monkeypatch.setattr(serve, "_sglang_version", lambda python, env: "0.5.23")
-    return serve.prepare(lake, staging, ["--model-path", "some/model"], **more)
+@pytest.fixture
+def sglang(tmp_path: Path) -> Path:
+    """What stands in for SGLang: real files that a real interpreter finds."""
+    return fakesglang.make(tmp_path / "site")
 
 
-def test_command_and_environment(lake: str, staging: Path, monkeypatch) -> None:
+def prepare(
+    lake: str, staging: Path, sglang: Path, *args: str, env: dict[str, str] | None = None, **more
+) -> serve.Command:
+    given = args or ("--model-path", "some/model")
+    path = os.pathsep.join([str(sglang.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return serve.prepare(lake, staging, given, env={"PYTHONPATH": path, **(env or {})}, **more)
+
+
+def model(folder: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Path:
+    folder.mkdir()
+    facts = {
+        "architectures": [architecture],
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "torch_dtype": "bfloat16",
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_command_and_environment(
+    lake: str, staging: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(settings.RUN, "of another server")
-    made = prepare(
-        lake, staging, monkeypatch, part_tokens=64, max_parts=2, env={"SGLANG_PLUGINS": "x"}
-    )
+    monkeypatch.setenv(settings.GPU_MEMORY_TAKEN, "1")
+    env = {"SGLANG_PLUGINS": "x"}
+    made = prepare(lake, staging, sglang, part_tokens=64, max_parts=2, env=env)
     assert made.argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert "--disable-radix-cache" in made.argv
+    assert made.argv[-2:] == ["--cuda-graph-backend-prefill", "disabled"]
     assert made.env[settings.STAGING] == str(staging) and made.env[settings.LAKE] == lake
-    assert made.env["SGLANG_PLUGINS"] == "x,hslake" and settings.RUN not in made.env
+    assert made.env["SGLANG_PLUGINS"] == "x,hslake"
+    assert not {settings.RUN, settings.GPU_MEMORY_TAKEN} & made.env.keys()
     found = settings.load(made.env)
     assert (found.spec, found.part_tokens, found.max_parts) == (SPEC, 64, 2)
+    assert "2 parts of 64 tokens" in made.notes[0]
 
 
-def test_missing_things_are_named(lake: str, tmp_path: Path, staging: Path, monkeypatch) -> None:
+def test_missing_things_are_named(lake: str, tmp_path: Path, staging: Path, sglang: Path) -> None:
     with pytest.raises(Missing, match="staging"):
-        prepare(lake, tmp_path / "no-staging", monkeypatch)
+        prepare(lake, tmp_path / "no-staging", sglang)
     with pytest.raises(Missing):
-        prepare(str(tmp_path / "no-lake"), staging, monkeypatch)
+        prepare(str(tmp_path / "no-lake"), staging, sglang)
+    with pytest.raises(Missing, match="no such folder"):
+        prepare(lake, staging, sglang, "--model-path", str(tmp_path / "nomodel"))
 
 
 def test_an_interpreter_without_sglang(lake: str, staging: Path) -> None:
@@ -65,29 +97,120 @@ def test_an_interpreter_without_sglang(lake: str, staging: Path) -> None:
         serve.prepare(lake, staging, ["--model-path", "m"], python="nowhere/python")
 
 
-def test_another_model_is_refused_before_it_loads(
-    lake: str, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_unsupported_version(lake: str, staging: Path, tmp_path: Path) -> None:
+    old = fakesglang.make(tmp_path / "old", "0.5.10")
+    with pytest.raises(InvalidInput, match=r"0\.5\.10 is not supported.*0\.5\.11"):
+        prepare(lake, staging, old)
+
+
+def test_only_options_that_the_version_knows_are_added(
+    lake: str, staging: Path, sglang: Path
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"hidden_size": 1}')
+    made = sglang / "srt/server_args.py"
+    made.write_text(made.read_text().replace("cuda_graph_backend_prefill", "something_else"))
+    assert prepare(lake, staging, sglang).argv[-1] == "--disable-piecewise-cuda-graph"
+
+
+def test_a_config_file_is_read_before_anything_loads(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("yaml")  # comes with SGLang, which reads the file itself
+    config = tmp_path / "server.yaml"
+    config.write_text("model-path: some/model\nchunked_prefill_size: 512\n")
+    made = prepare(lake, staging, sglang, "--config", str(config))
+    assert "--chunked-prefill-size" not in made.argv  # it stands in the file
+    assert "--disable-radix-cache" in made.argv
+    config.write_text("model-path: some/model\npipeline-parallel-size: 2\nenable-lora: true\n")
+    with pytest.raises(InvalidInput, match=r"(?s)--pp-size.*--enable-lora"):
+        prepare(lake, staging, sglang, "--config", str(config))
+    config.write_text("{")  # SGLang will say what is wrong with it
+    prepare(lake, staging, sglang, "--config", str(config))
+
+
+def test_another_model_is_refused_before_it_loads(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    folder = model(tmp_path / "model")
     spec = make_spec(("2", "final"), "bfloat16", fingerprint={"config": "00" * 32, "weights": None})
     (Path(lake) / "hslake.json").write_text(spec.to_json())
-    monkeypatch.setattr(serve, "_sglang_version", lambda python, env: "0.5.23")
-    with pytest.raises(InvalidInput, match="model"):
-        serve.prepare(lake, staging, ["--model-path", str(model)])
+    with pytest.raises(InvalidInput, match="fingerprint"):
+        prepare(lake, staging, sglang, "--model-path", str(folder))
 
 
-def test_a_busy_port_and_a_missing_folder_are_found_before_anything_loads(
-    lake: str, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"num_hidden_layers": LAYERS + 1}, f"layers {LAYERS + 1}.*made for {LAYERS}"),
+        ({"hidden_size": 7168}, f"hidden size 7168.*made for {HIDDEN}"),
+        ({"architecture": "PlainForCausalLM"}, r"0\.5\.23 cannot capture from .*PlainForCausalLM"),
+        ({"architecture": "NewForCausalLM"}, r"0\.5\.23 has no model for .*NewForCausalLM"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_it_loads(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path, config: dict[str, Any], told: str
 ) -> None:
-    monkeypatch.setattr(serve, "_sglang_version", lambda python, env: "0.5.23")
+    folder = model(tmp_path / "model", **config)
+    with pytest.raises(InvalidInput, match=told):
+        prepare(lake, staging, sglang, "--model-path", str(folder))
+
+
+def test_what_cannot_be_told_about_a_model_does_not_stop_the_server(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    good = model(tmp_path / "good", torch_dtype="float32")
+    made = prepare(lake, staging, sglang, "--model-path", str(good))
+    assert "config names float32; served and stored as bfloat16" in " ".join(made.notes)
+    odd = model(tmp_path / "odd", architectures=None, num_hidden_layers="many")
+    prepare(lake, staging, sglang, "--model-path", str(odd))
+    new = model(tmp_path / "new", "NewForCausalLM")
+    env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "somewhere"}
+    prepare(lake, staging, sglang, "--model-path", str(new), env=env)
+    deep = model(tmp_path / "deep", num_hidden_layers=99)
+    fewer = '{"num_hidden_layers": 4}'
+    override = ("--json-model-override-args", fewer)
+    prepare(lake, staging, sglang, "--model-path", str(deep), *override)
+
+
+def test_a_model_through_transformers_is_refused(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    args = ("--model-path", str(model(tmp_path / "model")), "--model-impl", "transformers")
+    with pytest.raises(InvalidInput, match="TransformersForCausalLM"):
+        prepare(lake, staging, sglang, *args)
+
+
+def test_gpu_memory_is_taken_off_what_sglang_may_use(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an nvidia-smi that says what a GPU machine's says."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho '0, GPU-a, 1024'\necho '1, GPU-b, 4096'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    args = ("--model-path", "m", "--mem-fraction-static", "0.9")
+    made = prepare(lake, staging, sglang, *args)
+    assert flags.option_value(made.argv, ["--mem-fraction-static"]) == "0.8368"
+    assert made.env[settings.GPU_MEMORY_TAKEN] == "1"
+    assert "lowered from 0.9 to 0.8368" in made.notes[-1]
+    made = prepare(lake, staging, sglang, *args, env={"CUDA_VISIBLE_DEVICES": "1"})
+    assert flags.option_value(made.argv, ["--mem-fraction-static"]) == "0.8842"
+    unset = prepare(lake, staging, sglang, "--model-path", "m")
+    assert "--mem-fraction-static" not in unset.argv
+    assert "0.06 GiB" in " ".join(unset.notes)
+    assert settings.GPU_MEMORY_TAKEN not in unset.env
+    for none in ({"CUDA_VISIBLE_DEVICES": ""}, {}):
+        device = () if none else ("--device", "cpu")
+        made = prepare(lake, staging, sglang, *args, *device, env=none)
+        assert "GPU" not in " ".join(made.notes)
+        assert flags.option_value(made.argv, ["--mem-fraction-static"]) == "0.9"
+
+
+def test_a_busy_port_is_found_before_anything_loads(lake: str, staging: Path, sglang: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         with pytest.raises(InvalidInput, match=f"--port {port} cannot be listened on"):
-            serve.prepare(lake, staging, ["--model-path", "m", "--port", port])
-    with pytest.raises(Missing, match="no such folder"):
-        serve.prepare(lake, staging, ["--model-path", str(tmp_path / "nomodel")])
+            prepare(lake, staging, sglang, "--model-path", "m", "--port", port)
 
 
 SERVER = """

@@ -193,3 +193,39 @@ def test_a_damaged_summary_is_an_error_of_its_writer(tmp_path: Path) -> None:
         parse_status(document, "here")
     path.write_text(sound)
     assert read_status(tmp_path)["error"] is None
+
+
+def test_the_hooks_figures_are_passed_on_and_nought_without_them(tmp_path: Path) -> None:
+    w = writer(tmp_path, spec())
+    w.tick()
+    path = w.folder / "status.json"
+    status = {k: v for k, v in json.loads(path.read_text()).items() if k != "hook"}
+    path.write_text(json.dumps(status))
+    hook = read_status(tmp_path)["writers"][0]["hook"]
+    assert set(hook) == {
+        *("forwards", "in_flight", "wait_s", "wait_max_s"),
+        *("copies", "copy_s", "copy_max_s", "gpu_bytes"),
+    }
+    assert not any(hook.values())
+    path.write_text(json.dumps({**status, "hook": {"forwards": 3, "wait_s": 0.5, "new": 1}}))
+    assert read_status(tmp_path)["writers"][0]["hook"] == {
+        **hook, "forwards": 3, "wait_s": 0.5, "new": 1,
+    }  # fmt: skip
+    for wrong in ({"forwards": -1}, {"wait_s": "long"}, {"copies": 1.5}, []):
+        path.write_text(json.dumps({**status, "hook": wrong}))
+        found = read_status(tmp_path)["writers"][0]
+        assert "status.json" in found["error"] and found["hook"] == hook
+    w.close()
+
+
+def test_a_look_may_leave_the_events_out(tmp_path: Path) -> None:
+    w = writer(tmp_path, spec())
+    for n in range(3):
+        w.drop(rid(n), "no space")
+    w.tick()
+    reader = StatusReader(tmp_path)
+    found = reader.read(limit=0)["writers"][0]
+    assert found["events"] == [] and found["cursor"] == 0 and found["dropped"] == 3
+    assert [e["seq"] for e in reader.read(limit=2)["writers"][0]["events"]] == [1, 2]
+    assert len(reader.read()["writers"][0]["events"]) == 3
+    w.close()

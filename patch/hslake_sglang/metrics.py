@@ -1,0 +1,95 @@
+"""The figures of /hslake/status as Prometheus text; names and meanings are in docs/sglang.md.
+
+prometheus_client comes with SGLang; hslake itself does not need it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hslake.staging.status import NO_FIGURES
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ("writer", "dp_rank", "lake")
+_STATES = ("open", "sealed", "done")
+
+# (name, kind, key in a writer's status or its "hook", help)
+_FIGURES = (
+    ("samples_captured", "counter", "samples_captured", "Samples that are complete in staging."),
+    ("tokens_captured", "counter", "tokens_captured", "Tokens of these samples."),
+    ("captured_bytes", "counter", "bytes_captured", "Raw bytes of these samples, all streams."),
+    ("attempts_dropped", "counter", "dropped", "Attempts not captured; the driver asks again."),
+    ("free_rows", "gauge", "free_rows", "Staging rows that can be reserved now."),
+    ("capacity_rows", "gauge", "capacity_rows", "Staging rows of all parts of this writer."),
+    ("forwards", "counter", "forwards", "Forward passes whose rows were taken."),
+    ("forwards_in_flight", "gauge", "in_flight", "Forward passes with copies not yet complete."),
+    ("wait_seconds", "counter", "wait_s", "Time forward passes waited for staging."),
+    ("wait_max_seconds", "gauge", "wait_max_s", "Longest wait of one forward pass."),
+    ("copy_max_seconds", "gauge", "copy_max_s", "Longest copy from device to staging."),
+    ("gpu_memory_bytes", "gauge", "gpu_bytes", "GPU memory the capture may take on this rank."),
+    ("writer_armed", "gauge", "armed", "1 while this writer captures."),
+    ("writer_alive", "gauge", "alive", "1 while the writer's process lives."),
+    ("status_timestamp_seconds", "gauge", "updated_at", "Unix time of these figures."),
+)
+
+
+class Collector:
+    """What a prometheus_client registry asks: the metrics of one status document."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+
+    def collect(self) -> Iterator[Any]:
+        """Every metric; `hslake_armed` and `hslake_writers` also without any writer."""
+        from prometheus_client import core
+
+        document = self._document
+        kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+        writers = [
+            (_labels(w), {**NO_FIGURES, **w.get("hook", {}), **w}) for w in _writers(document)
+        ]
+        yield core.GaugeMetricFamily(
+            "hslake_armed", "1 while every rank of this server captures.", document["armed"]
+        )
+        yield core.GaugeMetricFamily("hslake_writers", "Writers of this server.", len(writers))
+        for name, kind, key, text in _FIGURES:
+            family = kinds[kind](f"hslake_{name}", text, labels=_LABELS)
+            for labels, figures in writers:
+                family.add_metric(labels, figures[key])
+            yield family
+        copies = core.SummaryMetricFamily(
+            "hslake_copy_seconds", "Copies from device to staging.", labels=_LABELS
+        )
+        parts = core.GaugeMetricFamily(
+            "hslake_parts", "Staging parts by state.", labels=(*_LABELS, "state")
+        )
+        for labels, figures in writers:
+            copies.add_metric(labels, int(figures["copies"]), figures["copy_s"])
+            states = [part["state"] for part in figures["parts"]]
+            for state in _STATES:
+                parts.add_metric((*labels, state), states.count(state))
+        yield copies
+        yield parts
+
+
+def _writers(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(document["writers"])
+
+
+def _labels(writer: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(writer["writer"]),
+        str(writer["engine"].get("dp_rank", "")),
+        str(writer["lake_id"] or ""),
+    )
+
+
+def text(document: Mapping[str, Any]) -> bytes:
+    """A status document (hslake.staging.status) in Prometheus' text format 0.0.4.
+
+    Raises ImportError where prometheus_client is missing.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(document))
+    return generate_latest(registry)

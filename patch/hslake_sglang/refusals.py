@@ -1,0 +1,137 @@
+"""SGLang's settings that break capture: how each is called, why, and what to do instead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_OFF: tuple[Any, ...] = (None, False, 0, 1, "", "null", "none", (), [])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting. `attribute` is its name in SGLang's ServerArgs, `options` its spellings on the
+    command line over all versions, `breaks` decides from a value: of a running server, or a
+    string ("" for an option without value). `below`: only older versions break.
+    """
+
+    attribute: str
+    options: tuple[str, ...]
+    reason: str
+    breaks: Callable[[Any], bool]
+    below: tuple[int, int, int] | None = None
+
+
+def _more_than_one(value: Any) -> bool:
+    try:
+        return int(value) > 1
+    except (TypeError, ValueError):
+        return False
+
+
+def _set(value: Any) -> bool:
+    return not any(value is off or value == off for off in _OFF)
+
+
+def _is(text: str) -> Callable[[Any], bool]:
+    return lambda value: str(value).lower() == text
+
+
+def _on(value: Any) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() not in ("false", "0", "no"))
+
+
+def _option(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")
+
+
+def _switch(attribute: str, reason: str, *more: str, **rest: Any) -> Refusal:
+    return Refusal(attribute, (_option(attribute), *more), reason, _on, **rest)
+
+
+def _number(attribute: str, reason: str, *more: str) -> Refusal:
+    return Refusal(attribute, (_option(attribute), *more), reason, _more_than_one)
+
+
+def _value(attribute: str, reason: str, *more: str) -> Refusal:
+    return Refusal(attribute, (_option(attribute), *more), reason, _set)
+
+
+_PREFILL_CP = "context-parallel prefill shards the rows over ranks; remove it"
+_ADAPTER = "an adapter changes the states under the same model fingerprint; remove it"
+_RETURN = (
+    "the hook's capture changes what it returns (boundaries instead of final), and it copies every "
+    "state through HTTP; remove it"
+)
+_GRAPH = "a prefill CUDA graph hides the batch's request ids from the hook; remove it"
+_FRONT = "/hslake/status and /hslake/metrics need SGLang's own HTTP server; remove it"
+
+REFUSALS: tuple[Refusal, ...] = (
+    _number(
+        "pp_size",
+        "with pipeline parallelism a stage sees only its own layers; use --tp-size or --dp-size",
+        "--pipeline-parallel-size",
+    ),
+    _number(
+        "attn_cp_size",
+        "context-parallel prefill leaves each rank with a part of the rows; remove it",
+        "--attention-context-parallel-size",
+    ),
+    _number(
+        "dcp_size",
+        "context parallelism is not known to leave whole rows to capture; remove it",
+        "--decode-context-parallel-size",
+    ),
+    _switch("enable_prefill_cp", _PREFILL_CP),
+    # The same up to 0.5.13, and as deprecated spellings up to 0.5.21.
+    _switch("enable_prefill_context_parallel", _PREFILL_CP),
+    _switch("enable_nsa_prefill_context_parallel", _PREFILL_CP),
+    _switch("enable_dsa_prefill_context_parallel", _PREFILL_CP),
+    _value(
+        "speculative_algorithm",
+        "speculative decoding owns the auxiliary capture and adds verify rows; remove it",
+    ),
+    _value("decoupled_spec_role", "it is one half of speculative decoding; remove it"),
+    _value(
+        "dllm_algorithm",
+        "diffusion decoding rewrites positions, so a row is not one prompt token; remove it",
+    ),
+    Refusal(
+        "disaggregation_mode",
+        ("--disaggregation-mode",),
+        "a decode-side PD server never computes the prompt's states; capture on the prefill side",
+        _is("decode"),
+    ),
+    _number(
+        "tokenizer_worker_num",
+        "several HTTP workers would not all carry /hslake/status; use 1",
+    ),
+    _value("lora_paths", _ADAPTER),
+    _value("uno_lora_path", _ADAPTER),
+    _switch("enable_lora", _ADAPTER),
+    _switch("enable_two_batch_overlap", "two-batch overlap does not run the capture; remove it"),
+    _switch("enable_layernorm_sp", "layernorm-SP shards the states over ranks; remove it"),
+    _switch("enable_megamoe_for_layernorm_sp", "layernorm-SP shards the states; remove it"),
+    _switch("enable_return_hidden_states", _RETURN),
+    _value("return_hidden_states_mode", _RETURN),
+    _switch("enable_return_aux_hidden_states", "it sets the same capture; remove it"),
+    _switch("enforce_piecewise_cuda_graph", _GRAPH),
+    _switch("enable_pdmux", "split prefill does not run the capture; remove it"),
+    _switch("enable_dynamic_chunking", "the lake records one chunk size a server; remove it"),
+    _switch("is_embedding", "an embedding server never calls the logits processor; remove it"),
+    _switch("encoder_only", "an encoder server has no language model; remove it"),
+    _switch("smg_grpc_mode", _FRONT),
+    _switch("grpc_mode", _FRONT),
+    _switch("use_ray", _FRONT),
+    # Served by processes of its own until then, in the same process since.
+    _switch("enable_http2", _FRONT, below=(0, 5, 14)),
+    _switch(
+        "enable_hierarchical_cache",
+        "prefixes restored from a cache are not computed, so not captured; remove it",
+        "--enable-hicache",
+    ),
+)
+
+
+def refusals(version: tuple[int, int, int]) -> list[Refusal]:
+    """Those that hold for this SGLang version."""
+    return [rule for rule in REFUSALS if rule.below is None or version < rule.below]
