@@ -34,7 +34,7 @@ def ram() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 1), (3, 8), (257, 576), (64, 7168)])
+@pytest.mark.parametrize(("rows", "hidden"), [(3, 8), (64, 7168)])
 def test_digests_are_the_cpus(dtype: torch.dtype, rows: int, hidden: int) -> None:
     wide = (torch.randn(rows, 3 * hidden, dtype=torch.float64) * 50).to(dtype)
     wide[0, hidden], wide[rows - 1, 2 * hidden - 1] = float("nan"), float("-inf")
