@@ -44,10 +44,11 @@ class StatusReader:
         self._lock = threading.Lock()
 
     def read(
-        self, since: Mapping[str, int] | None = None, *, limit: int = _MAX_EVENTS
+        self, since: Mapping[str, int] | None = None, *, limit: int | None = None
     ) -> dict[str, Any]:
         """Status of the writers there are, each with its events after `since[writer]`, at most
-        `limit` of them."""
+        `limit` of them (default: 5,000)."""
+        limit = _MAX_EVENTS if limit is None else limit
         with self._lock:
             found = scan(self.root)
             self._tails = {

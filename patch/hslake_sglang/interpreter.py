@@ -9,6 +9,7 @@ from typing import Any
 
 from hslake.errors import InvalidInput, Missing
 
+_PATIENCE_S = 120
 _GROUP = "sglang.srt.plugins"
 _CODE = f"""
 import importlib.metadata as m, importlib.util as u, json, sys
@@ -47,14 +48,25 @@ def ask(python: str, env: Mapping[str, str], config: str | None) -> Found:
     """Ask interpreter `python`, started in environment `env`. Raises Missing or InvalidInput."""
     argv = [python, "-c", _CODE, *([config] if config else [])]
     try:
-        out = subprocess.run(argv, env=dict(env), capture_output=True, text=True, timeout=120)
+        out = subprocess.run(
+            argv, env=dict(env), capture_output=True, text=True, timeout=_PATIENCE_S
+        )
     except OSError as error:
-        raise Missing(f"cannot run the interpreter {python!r}: {error}") from error
+        raise Missing(
+            f"cannot run the interpreter {python!r}: {error}; name the one that has SGLang with "
+            "--python"
+        ) from error
+    except subprocess.TimeoutExpired:
+        raise InvalidInput(
+            f"{python} did not say within {_PATIENCE_S} s which SGLang it has: does "
+            f"`{python} -c pass` end?"
+        ) from None
     try:
         answer = json.loads(out.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise InvalidInput(
-            f"{python} could not say which SGLang it has: {out.stderr.strip()[-500:]}"
+            f"{python} could not say which SGLang it has (is it a Python?): "
+            f"{out.stderr.strip()[-500:]}"
         ) from None
     plugins, settings = answer["plugins"], answer["config"]
     return Found(

@@ -76,8 +76,11 @@ class DeafForConditionalGeneration(nn.Module):
     def __init__(self, config):
         self.language_model = PlainForCausalLM(config)
 
-class ChildForCausalLM(LlamaForCausalLM):
-    pass
+class ChildForCausalLM(
+    Mixin,
+):
+# commented out
+    Parent = LlamaForCausalLM
 
 EntryClass = [
     PictureForConditionalGeneration, AnyForConditionalGeneration, DeafForConditionalGeneration,

@@ -61,7 +61,8 @@ def test_abbreviations_are_what_argparse_takes_them_for() -> None:
     spell = lambda *args: flags.spelled_out(args, known)  # noqa: E731
     assert spell("--enable-l", "--pp-s=2") == ["--enable-lora", "--pp-size=2"]
     assert spell("--pp", "2") == ["--pp", "2"]  # SGLang says that it is ambiguous
-    assert spell("--pp-size", "-1", "--", "--other") == ["--pp-size", "-1", "--", "--other"]
+    assert spell("--pp-size", "-1", "--other") == ["--pp-size", "-1", "--other"]
+    assert flags.spelled_out(["--", "-x"], {"--pp-size": "pp_size"}) == ["--", "-x"]
     with pytest.raises(InvalidInput, match="--pp-size"):
         flags.prepare([*MODEL, "--pp-s", "2"], version="0.5.23", dtype="float32", known=known)
 
@@ -97,7 +98,9 @@ def test_a_config_files_content_counts_as_arguments() -> None:
     fine = ("--dtype", "bfloat16")
     assert with_config({"model": "m", "dtype": "float16", "pp-size": 1}, *fine)[:2] == [*fine]
     with pytest.raises(InvalidInput, match="--model-path is missing"):
-        with_config({})
+        with_config({}, "--config", "server.yaml")
+    # A file that could not be read may name the model.
+    flags.prepare(["--config", "server.yaml"], version="0.5.23", dtype="bfloat16", config=None)
 
 
 @pytest.mark.parametrize(

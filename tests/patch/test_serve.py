@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hslake_sglang import flags, process, serve, settings
+from hslake_sglang import flags, interpreter, process, serve, settings
 from hslake_sglang.process import ServerProcess, free_port
 
 from hslake.errors import CheckFailed, InvalidInput, Missing
@@ -93,8 +93,21 @@ def test_missing_things_are_named(lake: str, tmp_path: Path, staging: Path, sgla
 def test_an_interpreter_without_sglang(lake: str, staging: Path) -> None:
     with pytest.raises(Missing, match="no SGLang"):
         serve.prepare(lake, staging, ["--model-path", "m"])
-    with pytest.raises(Missing, match="nowhere/python"):
+    with pytest.raises(Missing, match=r"nowhere/python.*--python"):
         serve.prepare(lake, staging, ["--model-path", "m"], python="nowhere/python")
+    with pytest.raises(InvalidInput, match="is it a Python"):
+        serve.prepare(lake, staging, ["--model-path", "m"], python="/bin/true")
+
+
+def test_an_interpreter_that_does_not_answer(
+    lake: str, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "_PATIENCE_S", 0.2)
+    mute = tmp_path / "python"
+    mute.write_text("#!/bin/sh\nexec sleep 5\n")
+    mute.chmod(0o755)
+    with pytest.raises(InvalidInput, match="did not say"):
+        serve.prepare(lake, staging, ["--model-path", "m"], python=mute)
 
 
 def test_an_unsupported_version(lake: str, staging: Path, tmp_path: Path) -> None:
