@@ -34,10 +34,9 @@ def _call(url: str, body: dict[str, Any] | None) -> urllib.request.Request:
 
 
 def request(ids: list[int], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
-    """Body of a greedy /generate request for exactly `new_tokens`; `more` are further fields of it,
-    such as rid."""
-    # Not ignore_eos: for such requests SGLang sets all their tokens aside, and retracts nobody.
-    sampling = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "temperature": 0}
+    """Body of a greedy /generate request for `new_tokens`; `more` are further fields of it, such
+    as rid."""
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": sampling, **more}
 
 

@@ -65,11 +65,12 @@ class ByHand:
         self.rids: dict[str, RequestId] = {}
         self.bodies: dict[str, dict[str, Any]] = {}
 
-    def send(self, name: str, new_tokens: int = 1) -> "Future[Any]":
+    def send(self, name: str, new_tokens: int = 1, **sampling: Any) -> "Future[Any]":
         ids = self.samples[name]
         rid = RequestId(self.lake8, new_attempt(), len(ids), "A1", name)
         self.rids[name] = rid
         self.bodies[name] = client.request(ids, new_tokens, rid=rid.encode())
+        self.bodies[name]["sampling_params"] |= sampling
         return self.pool.submit(client.post, self.url + "/generate", self.bodies[name])
 
     def caught(self, name: str) -> "Future[Any]":
@@ -87,7 +88,9 @@ def retract_in_prefill(by: ByHand) -> None:
 
 
 def retract_in_decode(by: ByHand) -> None:
-    sent = [by.send(n, DECODE) for n in BY_HAND if n.startswith("retracted-in-decode")]
+    # For requests that ignore the end, SGLang sets all their tokens aside, and retracts nobody.
+    how = {"ignore_eos": False, "min_new_tokens": DECODE}
+    sent = [by.send(n, DECODE, **how) for n in BY_HAND if n.startswith("retracted-in-decode")]
     answers = [f.result(120) for f in sent]
     assert all(len(a["output_ids"]) == DECODE for a in answers)
     by.stage.facts["retracted in decode"] = [a["meta_info"]["num_retractions"] for a in answers]
