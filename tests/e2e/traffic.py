@@ -25,16 +25,22 @@ _FOREIGN_IDS: tuple[Callable[[], str | None], ...] = (
 class Traffic:
     """Generates and asks /health_generate in a thread, all through the `with` block.
 
-    `failures` holds what a client would have complained about; `served` counts answers,
-    `healthy` good health checks, `slowest` is the longest wait for either, in seconds.
+    `failures` holds what a client would have complained about; `served` the times (monotonic)
+    of answers, `healthy` counts good health checks.
     """
 
     def __init__(
-        self, url: str, *, vocab: int = 45_000, longest: int = 60, new_tokens: int = 24, pause=0.0
+        self,
+        url: str,
+        *,
+        vocab: int = 45_000,
+        longest: int = 60,
+        new_tokens: int = 24,
+        pause: float = 0.0,
     ) -> None:
         self.url, self.pause = url, pause
-        self.served = self.healthy = 0
-        self.slowest = 0.0
+        self.served: list[float] = []
+        self.healthy = 0
         self.failures: list[str] = []
         self._shape = (vocab, longest, new_tokens)
         self._random = random.Random(1)
@@ -45,7 +51,6 @@ class Traffic:
         turn = 0
         while not self._stop.is_set():
             turn += 1
-            start = time.monotonic()
             try:
                 if turn % 5 == 0:
                     found = client.code(self.url + "/health_generate")
@@ -53,10 +58,9 @@ class Traffic:
                     self.healthy += 1
                 else:
                     self._generate(_FOREIGN_IDS[turn % len(_FOREIGN_IDS)]())
-                    self.served += 1
+                    self.served.append(time.monotonic())
             except Exception as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
-            self.slowest = max(self.slowest, time.monotonic() - start)
             self._stop.wait(self.pause)
 
     def _generate(self, rid: str | None) -> None:
