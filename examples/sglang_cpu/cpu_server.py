@@ -17,10 +17,22 @@ ARGS = [
 ]
 
 
-def env(threads: int = 2) -> dict[str, str]:
-    """What to add to the server's environment: the shims, and a CPU engine without compilation."""
-    path = [str(HERE / "shims"), os.environ.get("PYTHONPATH", "")]
+def env(threads: int = 2, *, deepseek: bool = False, ranks: int = 1) -> dict[str, str]:
+    """What to add to the server's environment: the shims, and a CPU engine without compilation.
+
+    `deepseek`: also what DeepSeek-V3 shaped models need; `ranks`: processes of tensor parallelism,
+    each on a core of its own.
+    """
+    folders = ["shims", *(["deepseek"] if deepseek else [])]
+    path = [*(str(HERE / name) for name in folders), os.environ.get("PYTHONPATH", "")]
+    bind = {}
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bind["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[i % len(cores)]) for i in range(ranks)
+        )
     return {
+        **bind,
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",

@@ -12,10 +12,11 @@ def get(url: str, timeout: float = 60.0) -> Any:
         return json.loads(answer.read() or b"null")
 
 
-def code(url: str, timeout: float = 60.0) -> int:
-    """Status code of a GET."""
+def code(url: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> int:
+    """Status code of a GET, or of a POST of `body`."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
+        with urllib.request.urlopen(_call(url, body), timeout=timeout) as answer:
+            answer.read()
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -23,17 +24,25 @@ def code(url: str, timeout: float = 60.0) -> int:
 
 def post(url: str, body: dict[str, Any], timeout: float = 120.0) -> Any:
     """Parsed JSON answer of a POST."""
-    headers = {"content-type": "application/json"}
-    call = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(call, timeout=timeout) as answer:
+    with urllib.request.urlopen(_call(url, body), timeout=timeout) as answer:
         return json.loads(answer.read() or b"null")
 
 
-def generate(url: str, ids: list[int], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
-    """One greedy answer of /generate; `more` are further fields of the request, such as rid."""
+def _call(url: str, body: dict[str, Any] | None) -> urllib.request.Request:
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.Request(url, data, {"content-type": "application/json"})
+
+
+def request(ids: list[int], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
+    """Body of a greedy /generate request for `new_tokens`; `more` are further fields of it, such
+    as rid."""
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": sampling, **more}
-    return post(url + "/generate", body)
+    return {"input_ids": ids, "sampling_params": sampling, **more}
+
+
+def generate(url: str, ids: list[int], new_tokens: int = 1, **more: Any) -> dict[str, Any]:
+    """One greedy answer of /generate."""
+    return post(url + "/generate", request(ids, new_tokens, **more))
 
 
 def answers(url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:

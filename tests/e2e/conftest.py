@@ -7,7 +7,7 @@ folder; `make e2e` makes both. Without them these tests fail: they are never ski
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,19 @@ def set_stage(
     *,
     capture: str,
     dtype: str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    chunk: int = CHUNK,
+    max_total_tokens: int = 4096,
+    part_tokens: int = 1024,
+    max_parts: int = 3,
+    staging: Path | None = None,
 ) -> Stage:
-    """Make lake, plan and staging, and a server that is not started yet."""
+    """Make lake, plan and staging, and a server that is not started yet.
+
+    `args` and `env` are added to the server's own; `staging` is an empty folder if not `folder`'s.
+    """
+    folder.mkdir(exist_ok=True)
     lake = str(folder / "lake")
     hslake.create(lake, model_config=model / "config.json", capture=capture, dtype=dtype)
     rows = [
@@ -111,17 +122,18 @@ def set_stage(
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "plan.parquet")
     plan_files(lake, [folder / "plan.parquet"])
-    staging = folder / "staging"
-    staging.mkdir()
+    if staging is None:
+        staging = folder / "staging"
+        staging.mkdir()
     server = ServerProcess.for_lake(
         lake,
         staging,
-        cpu_server.args(model, chunk=CHUNK, max_total_tokens=4096),
+        [*cpu_server.args(model, chunk=chunk, max_total_tokens=max_total_tokens), *args],
         log=folder / "server.log",
         python=python,
-        env=cpu_server.env(THREADS),
-        part_tokens=1024,
-        max_parts=3,
+        env=env or cpu_server.env(THREADS),
+        part_tokens=part_tokens,
+        max_parts=max_parts,
     )
     return Stage(lake, staging, server)
 

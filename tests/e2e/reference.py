@@ -17,7 +17,11 @@ def reference_states(
     model_dir: Path, dtype: torch.dtype, prompts: Mapping[str, list[int]]
 ) -> dict[str, States]:
     """Every boundary and `final` of every prompt, from output_hidden_states, one at a time."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    # The grouped kernel of mixture-of-experts layers knows no float64.
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, experts_implementation="eager"
+    )
+    model = loaded.eval()
     layers = model.config.num_hidden_layers
     pre_norm: list[torch.Tensor] = []
     # Hugging Face gives the last state after the norm only.

@@ -1,0 +1,154 @@
+"""A DeepSeek-V3 shaped model on one process, on two (TP), and on two with attention of their own
+(DP attention): who writes, that nothing is missing, and that every row is right."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hslake
+from examples.sglang_cpu import cpu_server, tiny_deepseek
+from hslake.compact import compact
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
+from hslake.ids import RequestId, new_attempt
+from hslake.verify import verify
+from tests.e2e import client
+from tests.e2e.conftest import CHUNK, LENGTHS, Stage, set_stage
+from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
+from tests.e2e.traffic import Traffic, events
+
+TOLERANCE = 5e-5
+LAST = tiny_deepseek.LAYERS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes of one server, what it captures, and the streams that must come of it."""
+
+    name: str
+    capture: str
+    streams: tuple[str, ...]
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def args(self) -> list[str]:
+        dp = ["--dp-size", str(self.dp), "--enable-dp-attention"] if self.dp > 1 else []
+        return ["--skip-tokenizer-init", "--tp-size", str(self.tp), *dp]
+
+
+LAYOUTS = (
+    Layout("tp1", f"final,{LAST},0", ("0", str(LAST), "final")),  # nothing of SGLang's own capture
+    Layout("tp2", "eagle3", ("2", "3", "4", "final"), tp=2),
+    Layout("tp2dp2", f"5,{LAST},0,1", ("0", "1", "5", str(LAST)), tp=2, dp=2),
+)
+
+
+@pytest.fixture(scope="module")
+def deepseek(ram: Path) -> Path:
+    return tiny_deepseek.make(ram / "deepseek")
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, list[int]]:
+    rng = np.random.default_rng(3)
+    lengths = (*LENGTHS, 50, 77, 3, 40)
+    return {
+        f"s{i:02d}": rng.integers(2, tiny_deepseek.VOCAB, n).tolist() for i, n in enumerate(lengths)
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(deepseek: Path, samples: dict[str, list[int]]) -> dict[str, States]:
+    return reference_states(deepseek, torch.float64, samples)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: layout.name)
+def stage(
+    request: pytest.FixtureRequest,
+    ram: Path,
+    sglang_python: Path,
+    deepseek: Path,
+    samples: dict[str, list[int]],
+) -> Iterator[Stage]:
+    layout: Layout = request.param
+    made = set_stage(
+        ram / layout.name,
+        sglang_python,
+        deepseek,
+        samples,
+        capture=layout.capture,
+        dtype="float32",
+        args=layout.args,
+        env=cpu_server.env(2 // layout.tp, deepseek=True, ranks=layout.tp),
+        chunk=CHUNK * layout.dp,  # SGLang gives each DP rank its share
+    )
+    made.facts["layout"] = layout
+    lake8 = hslake.open(made.lake).spec.lake8
+    alone = samples["s08"]
+    with made.server:
+        with Traffic(made.url, vocab=tiny_deepseek.VOCAB, new_tokens=8) as traffic:
+            made.facts["extract"] = extract(
+                made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
+            )
+        # With nothing else to do, the other DP rank runs along on an idle batch.
+        rid = RequestId(lake8, new_attempt(), len(alone), "A1", "alone")
+        client.generate(made.url, alone, rid=rid.encode())
+        made.facts |= {
+            "traffic": traffic,
+            "events": events(made.url),
+            "status": client.get(made.url + "/hslake/status"),
+        }
+    compact(made.lake, [made.staging])
+    yield made
+
+
+def writers(stage: Stage) -> list[dict[str, Any]]:
+    return stage.facts["status"]["writers"]
+
+
+def test_one_writer_for_each_dp_rank(stage: Stage) -> None:
+    layout = stage.facts["layout"]
+    ranks = [(w["engine"]["tp"], w["engine"]["dp_rank"]) for w in writers(stage)]
+    assert sorted(ranks) == [(str(layout.tp), str(i)) for i in range(layout.dp)]
+    assert all(w["samples_captured"] > 0 for w in writers(stage)), "one rank got no request"
+    assert stage.facts["status"]["armed"] is True and stage.facts["traffic"].failures == []
+
+
+def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, list[int]]) -> None:
+    ended = [(e["sample_id"], e["state"]) for e in stage.facts["events"]]
+    assert sorted(ended) == sorted((name, "captured") for name in [*samples, "alone"])
+    lake = hslake.open(stage.lake)
+    rows = lake.sql("select sample_id, writer from samples").fetchall()
+    assert sorted(r[0] for r in rows) == sorted(samples)
+    assert {r[1] for r in rows} == {w["writer"] for w in writers(stage)}
+    assert verify(stage.lake, level="full").ok
+
+
+def test_every_row_of_every_stream(
+    stage: Stage, truth: dict[str, States], samples: dict[str, list[int]]
+) -> None:
+    lake = hslake.open(stage.lake)
+    assert lake.spec.streams == stage.facts["layout"].streams
+    for name, ids in samples.items():
+        sample = lake.read(name)
+        assert sample.input_ids.tolist() == ids
+        for i, stream in enumerate(lake.spec.streams):
+            what = f"{name} stream {stream}"
+            assert_same_states(sample.hidden_states[i], truth[name][stream], TOLERANCE, what)
+            if stream != "final":
+                wrong = truth[name][str(int(stream) - 1 if int(stream) else 1)]
+                assert row_errors(sample.hidden_states[i], wrong).min() > 100 * TOLERANCE
+
+
+def test_the_samples_can_be_judged(
+    deepseek: Path, truth: dict[str, States], samples: dict[str, list[int]]
+) -> None:
+    for name, states in reference_states(deepseek, torch.float32, samples).items():
+        for stream, found in states.items():
+            assert_same_states(found, truth[name][stream], TOLERANCE / 2, f"{name} stream {stream}")
