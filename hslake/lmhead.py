@@ -210,14 +210,14 @@ def next_log_probs(
     if len(targets) and not 0 <= targets.min() <= targets.max() < head.vocab:
         raise Unsupported(f"token {targets.max()} is outside the head's vocabulary of {head.vocab}")
     # What the server rounds to 24 bits is to be judged with more.
-    wide = np.float64 if dtype == "float32" else np.float32
-    left = rows.astype(wide)
-    block = max(1, _BLOCK_BYTES // (np.dtype(wide).itemsize * rows.shape[1]))
+    wide = np.dtype(np.float64 if dtype == "float32" else np.float32)
+    left: np.ndarray = rows.astype(wide)
+    block = max(1, _BLOCK_BYTES // (wide.itemsize * rows.shape[1]))
     peak, top = np.zeros(len(rows)), np.full(len(rows), -np.inf)
     total, chosen = np.zeros(len(rows)), np.zeros(len(rows))
     for at in range(0, head.vocab, block):
         end = min(head.vocab, at + block)
-        weight = _served(head.weight.rows(at, end), dtype).astype(wide, copy=False)
+        weight: np.ndarray = _served(head.weight.rows(at, end), dtype).astype(wide, copy=False)
         logits = (left @ weight.T).astype(np.float64)
         if head.bias is not None:
             logits += _served(head.bias.rows(at, end), dtype)
