@@ -12,7 +12,7 @@ from hslake.cli.common import Json, Lake, examples, print_json
 from hslake.errors import CheckFailed, InvalidInput
 
 if TYPE_CHECKING:
-    from hslake.checks import Check
+    from hslake.preflight import PreflightReport
 
 _NARROW = 60  # columns that the text gets at least
 
@@ -85,7 +85,7 @@ def preflight(
     if json:
         print_json(report)
     else:
-        _print(report.checks)
+        _print(report)
     bad, doubts = len(report.failures), len(report.warnings)
     if not report.passed:
         names = ", ".join(dict.fromkeys(c.name for c in report.failures))
@@ -96,11 +96,13 @@ def preflight(
         print(f"go: {passed} checks passed, {warnings}")
 
 
-def _print(checks: "list[Check]") -> None:
+def _print(report: "PreflightReport") -> None:
     """One check a line; on a terminal, long ones are broken under their column."""
-    width = max(len(c.name) for c in checks)
-    for check in checks:
-        _print_text(f"{check.ok.upper():<4}  {check.name:<{width}}  ", check.found)
+    width = max(len(c.name) for c in report.checks)
+    for check in report.checks:
+        several = len(report.servers) > 1 and check.where not in check.found
+        found = f"{check.where}: {check.found}" if several else check.found
+        _print_text(f"{check.ok.upper():<4}  {check.name:<{width}}  ", found)
         if check.todo:
             _print_text(f"      {'':<{width}}  -> ", check.todo)
 

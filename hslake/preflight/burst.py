@@ -36,8 +36,8 @@ class Burst:
     """What was captured, in tokens a second after the warm-up: `rate`, and `rates` by server.
 
     `seconds`: from the first request to the last capture; `sample_ids`: the captured probes;
-    `longest`: tokens of the longest one; `rows_left`: rows that stay filled until a compactor comes;
-    `cut`: it ended early, when its share of staging was used; `troubles`: why probes failed;
+    `longest`: tokens of the longest one; `cut`: it ended early, when its share of staging was used;
+    `troubles`: why probes failed; `dropped`: attempts that the hook gave up;
     `rough`: too little was captured for a rate without the warm-up.
     """
 

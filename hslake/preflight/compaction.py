@@ -22,7 +22,7 @@ _OBJECT_BYTES = 64 << 20  # at most, of the object that is put
 @dataclass(frozen=True)
 class Compaction:
     """Measured on `tokens` captured tokens. Seconds a token: `check` (the staged rows' checksum, on
-    one core), `code` (encode, decode, compare, on `threads`), `put` (stored bytes into the lake)."""
+    one core), `code` (encode, decode, compare, on `threads`), `put` (stored bytes to the lake)."""
 
     tokens: int
     ratio: float  # stored / raw bytes

@@ -39,19 +39,15 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
     if not compactor:
         found += f"; their rows stay in staging until a compactor comes (at most {SHARE:.0%} of it)"
     if not burst.tokens or burst.rough:
-        todo = (
-            "raise --burst; with little staging start `hslake compact LAKE --staging DIR --watch`"
-        )
-        return warned(name, f"{found}; too little for a rate", f"{todo} beside it")
+        todo = "raise --burst; with little staging, `hslake compact LAKE --staging DIR --watch` "
+        return warned(name, f"{found}; too little for a rate", f"{todo}beside it makes room")
     if burst.dropped:
         todo = "see the server's log: the hook gave requests up, and extract would ask again"
         return warned(name, f"{found}; {burst.dropped} were dropped and asked again", todo)
     if burst.longest < longest:
-        todo = (
-            f"free staging rows (a burst uses {SHARE:.0%} of them), to see it captured before the "
-        )
+        todo = f"free staging rows (no probe may take more than {SHARE:.0%} of them): tried before "
         text = f"{found}; the longest sample ({longest:,} tokens) was not tried"
-        return warned(name, text, f"{todo}run: the server's memory is what may not hold it")
+        return warned(name, text, f"{todo}the run, it shows whether the server's memory holds it")
     return passed(name, found)
 
 
@@ -141,20 +137,15 @@ def _verdict(pace: Pace, basis: str) -> Check:
         paces.COMPACTOR: pace.compactor_rate,
     }
     told = ", ".join(f"{k} {v:,.0f}" for k, v in rates.items() if v is not None)
-    found = (
-        f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens, "
-        f"{format_bytes(pace.stored_bytes)} to store ({basis}); the {pace.bottleneck} sets the pace "
-        f"({told} tokens/s)"
-    )
+    size = f"{format_bytes(pace.stored_bytes)} to store ({basis})"
+    time = f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens"
+    found = f"{time}, {size}; the {pace.bottleneck} sets the pace ({told} tokens/s)"
     if pace.bottleneck == paces.STAGING:
         todo = "start the server with more --max-parts: rows come back too late for its speed"
         return warned(name, found, todo)
     if pace.bottleneck == paces.COMPACTOR:
         return warned(name, found, "see the compactor above; staging fills and servers wait for it")
     if pace.compactor_rate is None:
-        found = (
-            f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens at the servers' "
-            f"{pace.server_rate:,.0f} tokens/s, {format_bytes(pace.stored_bytes)} to store ({basis})"
-            "; whether staging and compactor keep up is not known"
-        )
+        found = f"{time} at the servers' {pace.server_rate:,.0f} tokens/s, {size}; "
+        found += "whether staging and compactor keep up is not known"
     return passed(name, found)

@@ -17,11 +17,13 @@ from hslake.server import Server, ServerStatus
 from hslake.spec import LakeSpec
 
 NAME = "batch invariance"
-# Relative difference of a row, |a - b| / |a|, that rounding explains.
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+# Relative difference of a row, |a - b| / |a|, that rounding explains: float32 and bfloat16 showed
+# 1e-6 and 0.02 (SmolLM2 of 30 layers on a CPU), deeper models with experts show more.
+TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 # Single rows may be ill-conditioned (half an attention sink, a near tie between experts).
 _STRAYS = 0.05  # of the rows
-_WRONG = 10.0  # tolerances: no rounding does that
+# Rows of different tokens: two neighbours differ by 0.7 to 1 as a rule.
+_UNRELATED = 0.5
 
 
 async def check_invariance(
@@ -48,10 +50,10 @@ async def check_invariance(
     after = await fetch(staging, again.sample_id)
     if after is None:
         todo = "run preflight again; a compactor has emptied the part before it was looked at"
-        return warned(NAME, f"{server.url}: not judged: its rows are gone from staging", todo)
+        return warned(NAME, "not judged: its rows are gone from staging", todo)
     lengths = sorted(len(ids) for ids in others)
     sent = f"{len(probe.ids)} tokens alone and among {len(others)} others of {lengths[0]} to "
-    return compare(before, after, spec, f"{server.url}: {sent}{lengths[-1]}")
+    return compare(before, after, spec, f"{sent}{lengths[-1]}")
 
 
 def compare(before: Rows, after: Rows, spec: LakeSpec, what: str) -> Check:
@@ -71,13 +73,11 @@ def compare(before: Rows, after: Rows, spec: LakeSpec, what: str) -> Check:
         return passed(NAME, f"{found} in {spec.dtype}")
     strays = over.any(axis=0).mean()
     found += f", exceeded by {over.any(axis=0).sum()} of {every.shape[1]} rows"
-    if strays > _STRAYS or not (every <= _WRONG * allowed).all():
+    if strays > _STRAYS or not (every <= _UNRELATED).all():
         todo = "do not extract: what is captured depends on what else the server does; report this "
         return failed(NAME, found, todo + "with its log, arguments and SGLang version")
-    todo = "single rows are ill-conditioned in this model (an attention sink, near ties of experts)"
-    return warned(
-        NAME, found, f"{todo}: fine for training if it stays at a few; float32 would show"
-    )
+    todo = "single rows of this model are ill-conditioned (attention sinks, near ties of experts): "
+    return warned(NAME, found, f"{todo}no harm while they stay few; a float32 server would tell")
 
 
 def row_differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:

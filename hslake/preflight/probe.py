@@ -81,13 +81,13 @@ async def capture(
             answer = await server.generate(rid, list(ids))
         event = await _event(server, status, rid, wait_s)
     except HslakeError as error:
-        return failed(name, f"{server.url}: {error}", "see the server's log")
+        return failed(name, str(error), "see the server's log")
     if event is None:
-        found = f"{server.url} answered, but within {wait_s:.0f} s the hook acknowledged nothing"
+        found = f"the server answered, but within {wait_s:.0f} s the hook acknowledged nothing"
         return failed(name, found, "see the server's log: the hook is loaded but sees no request")
     if event.state != CAPTURED:
         todo = "see the reason; staging that is full wants `hslake compact`"
-        return failed(name, f"{server.url}: the hook dropped it: {event.reason}", todo)
+        return failed(name, f"the hook dropped it: {event.reason}", todo)
     return Probe(rid.sample_id, list(ids), answer, refused)
 
 

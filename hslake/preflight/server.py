@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hslake
@@ -52,19 +52,24 @@ class Looked:
 
 async def check_server(server: Server, expected: Expected) -> Looked:
     """All checks of one server."""
+    looked = await _check(server, expected)
+    return replace(looked, checks=[replace(c, where=server.url) for c in looked.checks])
+
+
+async def _check(server: Server, expected: Expected) -> Looked:
     spec = expected.spec
     try:
         status = await server.status()
     except ServerDown as error:
         todo = "start it with `hslake serve LAKE --staging DIR -- …`, or correct --server"
         return Looked([failed("server", str(error), todo)])
-    checks = [await _healthy(server), _hook(server, status, spec)]
+    checks = [await _healthy(server), _hook(status, spec)]
     if unfit(status, spec.lake_id):
         return Looked(checks)
-    checks += [_same_version(server, status), _room(server, status)]
+    checks += [_same_version(status), _room(status)]
     limit, trouble = await _limit(server)
-    checks.append(trouble or _longest_fits(server, status, expected, limit))
-    checks.append(_in_flight(server, status, expected))
+    checks.append(trouble or _longest_fits(status, expected, limit))
+    checks.append(_in_flight(status, expected))
     longest = min(status.largest_reservation, limit or status.largest_reservation)
     probed = await _probe(server, status, expected, longest)
     ready = not any(c.ok == FAIL and c.name == "probe" for c in probed)
@@ -78,21 +83,21 @@ async def _healthy(server: Server) -> Check:
     return failed("server", f"{server.url}/health does not answer 200", todo)
 
 
-def _hook(server: Server, status: ServerStatus, spec: LakeSpec) -> Check:
+def _hook(status: ServerStatus, spec: LakeSpec) -> Check:
     problem = unfit(status, spec.lake_id)
     if problem:
         todo = "start it with `hslake serve LAKE --staging DIR -- …`; its log says why not"
-        return failed("hook", f"{server.url}: {problem}", todo)
+        return failed("hook", f"{problem}", todo)
     engine = f"{status.engine.get('engine', '?')} {status.engine.get('engine_version', '?')}"
     writers = f"{len(status.writers)} writer{'s' * (len(status.writers) > 1)}"
-    return passed("hook", f"{server.url}: armed for lake {spec.lake8}, {engine}, {writers}")
+    return passed("hook", f"armed for lake {spec.lake8}, {engine}, {writers}")
 
 
-def _same_version(server: Server, status: ServerStatus) -> Check:
+def _same_version(status: ServerStatus) -> Check:
     if status.hook_version == hslake.__version__:
-        return passed("hook version", f"{server.url}: {status.hook_version}, as here")
+        return passed("hook version", f"{status.hook_version}, as here")
     todo = "install the same hslake in the server's environment before a long run"
-    found = f"{server.url}: the hook is {status.hook_version}, this hslake is {hslake.__version__}"
+    found = f"the hook is {status.hook_version}, this hslake is {hslake.__version__}"
     return warned("hook version", found, todo)
 
 
@@ -101,9 +106,9 @@ def parts_of(status: ServerStatus) -> int:
     return min(w.capacity_rows // max(1, w.largest_reservation) for w in status.writers)
 
 
-def _room(server: Server, status: ServerStatus) -> Check:
+def _room(status: ServerStatus) -> Check:
     name, free, rows = "staging room", status.free_rows, status.capacity_rows
-    found = f"{server.url}: {free:,} of {rows:,} rows free"
+    found = f"{free:,} of {rows:,} rows free"
     if free == 0:
         return failed(name, found, "run `hslake compact LAKE --staging DIR` to empty it")
     if parts_of(status) < 2:
@@ -123,15 +128,13 @@ async def _limit(server: Server) -> tuple[int | None, Check | None]:
         return None, warned("longest sample", str(error), todo)
 
 
-def _longest_fits(
-    server: Server, status: ServerStatus, expected: Expected, limit: int | None
-) -> Check:
+def _longest_fits(status: ServerStatus, expected: Expected, limit: int | None) -> Check:
     name = "longest sample"
     if not expected.missing:
         return passed(name, "nothing is left to ask for")
     item = max(expected.missing, key=lambda i: i.length)
     tokens, rows = item.length, status.largest_reservation
-    found = f"{server.url}: {item.sample_id!r} has {tokens:,} tokens"
+    found = f"{item.sample_id!r} has {tokens:,} tokens"
     if tokens > rows:
         todo = f"start the server with parts of at least {tokens:,} tokens, or extract refuses it"
         return failed(name, f"{found}, a staging part holds {rows:,}", todo)
@@ -144,16 +147,14 @@ def _longest_fits(
     chunk = int(told) if told.isdigit() else 0
     if chunk < 1:
         need = format_bytes(tokens * expected.spec.bytes_per_token)
-        todo = (
-            "start it with --chunked-prefill-size 8192: a whole prompt in one forward pass needs "
-        )
-        return warned(name, f"{found}, and does not chunk", f"{todo}{need} of GPU memory more")
+        todo = "start it with --chunked-prefill-size 8192: one forward pass over all of it takes "
+        return warned(name, f"{found}, and does not chunk", f"{todo}{need} more GPU memory")
     pieces = -(-tokens // chunk)
     how = f"in {pieces:,} chunks" if pieces > 1 else "in one chunk"
     return passed(name, f"{found}, {how} of {chunk:,}")
 
 
-def _in_flight(server: Server, status: ServerStatus, expected: Expected) -> Check:
+def _in_flight(status: ServerStatus, expected: Expected) -> Check:
     """Does staging hold what extract keeps on its way, while a part is with the compactor?"""
     name, limits = "in flight", expected.limits
     if not expected.missing:
@@ -163,17 +164,16 @@ def _in_flight(server: Server, status: ServerStatus, expected: Expected) -> Chec
     longest = min(max(lengths), status.largest_reservation)
     size, parts = status.largest_reservation, parts_of(status) * len(status.writers)
     need = format_bytes(flight * expected.spec.bytes_per_token)
-    found = f"{server.url}: {limits.requests} requests at once keep about {flight:,} tokens "
+    found = f"{limits.requests} requests at once keep about {flight:,} tokens "
     found += f"({need}) on their way; staging has {parts} parts of {size:,}"
     # A sample never straddles parts: the end of each may stay empty, by less than the longest one.
     usable = (size - min(longest, size - 1)) * (parts - len(status.writers))
     if parts > len(status.writers) and usable >= flight:
         return passed(name, f"{found}, enough with one of them at the compactor")
     fits = max(1, int(limits.requests * max(usable, size // 2) / max(1, flight)))
-    todo = (
-        f"start it with more --max-parts or --part-tokens, or extract with --concurrency {fits}: "
-    )
-    return warned(name, f"{found}: little while one is at the compactor", f"{todo}credits run out")
+    todo = "start it with more --max-parts or --part-tokens, or credits hold requests back: about "
+    text = f"{found}, too few while one is at the compactor"
+    return warned(name, text, f"{todo}{fits} are on their way then (--concurrency {fits})")
 
 
 def tokens_in_flight(lengths: Sequence[int], limits: Limits) -> int:
@@ -195,7 +195,7 @@ async def _probe(
     made = await capture(server, status, spec, prompts.probe, expected.wait_s, logprobs=judge)
     if isinstance(made, Check):
         return [made]
-    found = f"{server.url}: {len(made.ids)} tokens captured and acknowledged"
+    found = f"{len(made.ids)} tokens captured and acknowledged"
     checks = [passed("probe", found)]
     try:
         rows = await fetch(expected.staging, made.sample_id)
@@ -205,9 +205,9 @@ async def _probe(
     if rows is None:
         todo = "run preflight on the server's machine with --staging DIR, to look at the states"
         where = "; it is not in the --staging given" if expected.staging else ""
-        checks.append(warned("states", f"{server.url}: not looked at{where}", todo))
+        checks.append(warned("states", f"not looked at{where}", todo))
         if judge:
-            text = f"{server.url}: not judged: the rows are not at hand"
+            text = "not judged: the rows are not at hand"
             checks.append(warned("log-probs", text, todo))
         return checks
     checks.append(check_structure(rows, spec, made.ids))
@@ -231,7 +231,7 @@ async def _batches(
     probes, invariance = [first], None
     if now.room(max(len(prompts.alone), *(len(ids) for ids in prompts.others))) < need:
         todo = "run `hslake compact LAKE --staging DIR`, then preflight again"
-        text = f"{server.url}: not tried: it takes {need:,} rows of staging, {now.free_rows:,} free"
+        text = f"not tried: it takes {need:,} rows of staging, {now.free_rows:,} free"
         invariance = warned(INVARIANCE, text, todo)
     else:
         expected.tell(f"{server.url}: one prompt alone and among others")
@@ -244,7 +244,7 @@ async def _batches(
             rows = await fetch(expected.staging, alone.sample_id)
             if rows is None:
                 todo = "run preflight again: a compactor emptied the part before it was looked at"
-                invariance = warned(INVARIANCE, f"{server.url}: its rows are gone", todo)
+                invariance = warned(INVARIANCE, "its rows are gone", todo)
             else:
                 probes.append((alone, rows))
                 invariance = await check_invariance(

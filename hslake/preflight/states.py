@@ -98,8 +98,8 @@ def check_log_probs(
     if over.any():
         found_text = (
             f"`final` does not give the server's log-probs: {int(over.sum())} of {compared} are "
-            f"off by more than allowed, the worst by {off[worst]:.3g} (allowed {allowed[worst]:.3g} "
-            f"in {spec.dtype})"
+            f"off by more than allowed, the worst by {off[worst]:.3g} (allowed: "
+            f"{allowed[worst]:.3g} in {spec.dtype})"
         )
         todo = "do not extract: --model is not what the server runs, or the rows are of another "
         return failed(name, found_text, todo + "boundary or position: report this with its log")
