@@ -19,7 +19,7 @@ from hslake.preflight.probe import SOURCE, probe_id
 from hslake.server import Server, ServerStatus
 from hslake.spec import LakeSpec
 from hslake.staging import scan
-from hslake.staging.folder import COMPACT_LOCK
+from hslake.staging.folder import COMPACT_LOCK, LOCK
 from hslake.worklist import Item
 
 SHARE = 0.25  # of the free rows that a burst may leave filled behind it
@@ -65,15 +65,14 @@ class _Mark:
 
 def compactor_seen(roots: Sequence[Path]) -> bool:
     """Whether a compactor has been at every live writer under `roots` just now."""
-    now = time.time()
-    seen = [
-        (w.path / COMPACT_LOCK).stat().st_mtime > now - _SEEN_S
-        for root in roots
-        if root.is_dir()
-        for w in scan(root)
-        if w.alive
-    ]
-    return bool(seen) and all(seen)
+    alive = [w.path for root in roots if root.is_dir() for w in scan(root) if w.alive]
+    return bool(alive) and all(_seen(folder) for folder in alive)
+
+
+def _seen(writer: Path) -> bool:
+    """A pass touches its lock, which is as old as the writer's own otherwise."""
+    touched = (writer / COMPACT_LOCK).stat().st_mtime
+    return touched > max((writer / LOCK).stat().st_mtime, time.time() - _SEEN_S)
 
 
 async def run_burst(
@@ -84,13 +83,13 @@ async def run_burst(
     limits: Limits,
     *,
     compactor: bool,
-    advance: Callable[[float], None] = lambda seconds: None,
+    tell: Callable[[float, int], None] = lambda seconds, on_the_way: None,
 ) -> Burst | None:
     """Capture `prompts`, again and again, for so long on all servers at once. None when staging
     has too little room for any of them.
 
     `compactor`: one is at work that frees the probes' rows, so the burst may go on when its share
-    of the rows was used once.
+    of the rows was used once. `tell` hears the seconds that are over, and the probes on their way.
     """
     free = sum(status.free_rows for _, status in servers)
     smallest = min((status.free_rows for _, status in servers), default=0)
@@ -107,21 +106,22 @@ async def run_burst(
         lambda some: {i.sample_id: np.asarray(tokens_of[i.sample_id]) for i in some},
         limits=replace(
             limits,
-            tries=2,
+            tries=1,
             patience=max(60.0, 3 * seconds),
             request_timeout=max(120.0, 3 * seconds),
             ack_timeout=30.0,
         ),
         on_captured=lambda item, writer: captured.update({item.sample_id: item.length}),
     )
-    marks = [_mark(driver)]
+    marks, most = [_mark(driver)], 0
     work = asyncio.create_task(driver.run())
     sending, cut = True, False
     try:
         while not work.done():
             await asyncio.wait({work}, timeout=_LOOK_S)
             mark = _mark(driver)
-            advance(min(seconds, mark.at - marks[0].at))
+            most = max(most, mark.flights)
+            tell(min(seconds, mark.at - marks[0].at), mark.flights)
             if mark.tokens != marks[-1].tokens:
                 marks.append(mark)
             now_free = sum(s.status.free_rows for s in driver.slots if s.status is not None)
@@ -137,13 +137,15 @@ async def run_burst(
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-    marks.append(_mark(driver))
-    troubles = [*driver.failed.values(), *driver.refused.values()]
+    if _mark(driver).tokens != marks[-1].tokens:
+        marks.append(_mark(driver))
+    lost = [why for why in driver.failed.values() if not why.startswith("dropped: ")]
+    troubles = [*lost, *driver.refused.values()]
     if driver.stopped and sending:
         troubles.append(driver.stopped)
-    rates, rough = _rates(marks)
+    rates, rough = _rates(marks, most)
     return Burst(
-        max((m.at for m in marks if sum(m.tokens)), default=marks[-1].at) - marks[0].at,
+        marks[-1].at - marks[0].at,
         len(captured),
         sum(captured.values()),
         sum(rates),
@@ -178,16 +180,17 @@ def _mark(driver: Driver) -> _Mark:
     return _Mark(time.monotonic(), tuple(slot.tokens for slot in slots), flights)
 
 
-def _rates(marks: Sequence[_Mark]) -> tuple[list[float], bool]:
+def _rates(marks: Sequence[_Mark], most: int) -> tuple[list[float], bool]:
     """(tokens a second of each server, whether that is rough). Between the first capture after the
-    warm-up and the last one while the servers still had enough to do."""
-    most = max(m.flights for m in marks)
-    busy = [m for m in marks[1:] if m.flights >= _STEADY * most] or list(marks[1:])
-    first, last = marks[0], busy[-1]
+    warm-up and the last one while the servers still had enough to do; `most`: that were on their
+    way at once. Rough: over all of the burst."""
+    first = marks[0]
+    busy = [m for m in marks[1:] if m.flights >= _STEADY * most] or [first]
+    last = busy[-1]
     warm = first.at + _WARM_UP * (last.at - first.at)
     start = next((m for m in busy if m.at >= warm), last)
-    rough = not last.at > start.at
+    rough = not sum(last.tokens) > sum(start.tokens)
     if rough:
-        start, last = first, max(marks, key=lambda m: (sum(m.tokens), -m.at))
+        start, last = first, marks[-1]
     span = max(last.at - start.at, 1e-6)
     return [(b - a) / span for a, b in zip(start.tokens, last.tokens, strict=True)], rough

@@ -34,6 +34,8 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
     longest = max((i.length for i in listing.missing), default=0)
     if burst.longest >= longest:
         found += f"; the longest sample ({longest:,} tokens) among them"
+    if burst.dropped:
+        found += f"; the hook dropped {burst.dropped}"
     if burst.cut:
         found += "; ended early, to leave staging its room"
     if not compactor:
@@ -42,8 +44,8 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
         todo = "raise --burst; with little staging, `hslake compact LAKE --staging DIR --watch` "
         return warned(name, f"{found}; too little for a rate", f"{todo}beside it makes room")
     if burst.dropped:
-        todo = "see the server's log: the hook gave requests up, and extract would ask again"
-        return warned(name, f"{found}; {burst.dropped} were dropped and asked again", todo)
+        todo = "see the server's log why; extract would ask for them again"
+        return warned(name, found, todo)
     if burst.longest < longest:
         todo = f"free staging rows (no probe may take more than {SHARE:.0%} of them): tried before "
         text = f"{found}; the longest sample ({longest:,} tokens) was not tried"
@@ -70,9 +72,9 @@ def forecast(
         )
         parts = sum(parts_of(s) * len(s.writers) for s in statuses)
         quota = paces.Quota(parts, min(s.largest_reservation for s in statuses), flight)
-        staging = paces.staging_rate(quota, burst.rate, compaction.rate)
+        staging = paces.through(quota, burst.rate, compaction.rate)
     rate_of = compaction.rate if compaction else None
-    blame, rate = paces.slowest(burst.rate, staging, rate_of)
+    blame, rate = paces.slowest(burst.rate, rate_of, staging)
     left = sum(i.length for i in listing.missing)
     ratio = compaction.ratio if compaction else None
     stored, basis = bytes_left(lake, ratio)
@@ -117,8 +119,8 @@ def _compactor(
     )
     if found.rate >= burst.rate:
         return [passed(name, text)], found
-    slow = "the target's writes" if found.put > found.check + found.code else "the processor"
-    todo = f"{slow} holds it back: the run goes at its pace; "
+    slow = "writing to the lake" if found.put > found.check + found.code else "the processor"
+    todo = f"{slow} holds it back, and the run goes at its pace: "
     if found.put > found.check + found.code:
         todo += "use a faster disk or a nearer store"
     elif spec.codec == "standard" and spec.dtype == "bfloat16":
@@ -132,9 +134,9 @@ def _verdict(pace: Pace, basis: str) -> Check:
     """How long the rest of the plan takes, what it takes on disk, and what decides it."""
     name = "forecast"
     rates = {
-        paces.SERVER: pace.server_rate,
-        paces.STAGING: pace.staging_rate,
-        paces.COMPACTOR: pace.compactor_rate,
+        "server": pace.server_rate,
+        "compactor": pace.compactor_rate,
+        "both through this staging": pace.staging_rate,
     }
     told = ", ".join(f"{k} {v:,.0f}" for k, v in rates.items() if v is not None)
     size = f"{format_bytes(pace.stored_bytes)} to store ({basis})"

@@ -1,11 +1,14 @@
 """From what the burst measured to what the run will do: the slowest of three sets the pace."""
 
+import math
 from dataclasses import dataclass
 
 SERVER, STAGING, COMPACTOR = "server", "staging", "compactor"
 # From sealing a part to its rows being free again, beside the work itself: the compactor's look
 # (every second), a manifest commit, the writer's tick.
 TURNAROUND_S = 2.0
+_EVENTS = 2000  # of the simulation; a few dozen make a period
+_LOSS = 0.97  # of the slower one's rate: less than that is staging's doing
 
 
 @dataclass(frozen=True)
@@ -17,28 +20,45 @@ class Quota:
     in_flight: int
 
 
-def staging_rate(quota: Quota, server: float, compactor: float) -> float:
-    """Tokens a second that staging can pass on, were the server never slower.
+def through(quota: Quota, server: float, compactor: float) -> float:
+    """Tokens a second that go through staging, given the rates (> 0) of both its ends.
 
-    Rows are in use from their request to the recycling of their part. What is being filled, at
-    least a part, cannot be compacted; the rest goes round: compacted in (rows / compactor) and
-    recycled in TURNAROUND_S. With nothing beside what is being filled, filling and compacting take
-    turns.
+    Simulated: parts fill one after the other; a pass of the compactor takes all that are full, and
+    they are free again when it is over, TURNAROUND_S later than its work takes. Rows on their way
+    beyond a part's keep further parts from being sealed.
     """
-    rest = quota.parts * quota.part_rows - max(quota.part_rows, quota.in_flight)
-    if rest >= quota.part_rows:
-        return rest / (rest / compactor + TURNAROUND_S)
-    rows = quota.parts * quota.part_rows
-    return rows / (rows / server + rows / compactor + TURNAROUND_S)
+    size = quota.part_rows
+    parts = max(1, quota.parts - max(0, quota.in_flight - 1) // size)
+    now = filled = end = 0.0
+    full = busy = done = 0
+    half = (0.0, 0)
+    for event in range(_EVENTS):
+        filling = full + busy < parts
+        to_fill = (size - filled) / server if filling else math.inf
+        to_free = end - now if busy else math.inf
+        step = min(to_fill, to_free)
+        now += step
+        filled += server * step if filling else 0.0
+        if to_fill <= to_free:
+            filled, full = 0.0, full + 1
+        else:
+            done, busy = done + busy, 0
+        if full and not busy:
+            busy, full = full, 0
+            end = now + busy * size / compactor + TURNAROUND_S
+        if event == _EVENTS // 2:
+            half = (now, done)
+    return (done - half[1]) * size / (now - half[0])
 
 
-def slowest(server: float, staging: float | None, compactor: float | None) -> tuple[str, float]:
-    """(which of them, its rate). Staging is only to blame when the compactor is fast enough."""
-    if compactor is not None and compactor < server:
-        return COMPACTOR, compactor
-    if staging is not None and staging < server:
-        return STAGING, staging
-    return SERVER, server
+def slowest(server: float, compactor: float | None, passed_on: float | None) -> tuple[str, float]:
+    """(which of the three sets the pace, what comes of it). `passed_on`: of `through`. Staging is
+    to blame when less comes of it than the slower of its ends could do."""
+    if compactor is None or passed_on is None:
+        return SERVER, server
+    if passed_on < _LOSS * min(server, compactor):
+        return STAGING, passed_on
+    return (COMPACTOR if compactor < server else SERVER), min(server, compactor)
 
 
 def span(seconds: float) -> str:

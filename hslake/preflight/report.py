@@ -10,8 +10,9 @@ class Pace:
     """What the timed burst measured, and what follows for the rest of the plan.
 
     Rates in tokens a second, over all servers; None where it was not measured (without local
-    staging only the server is). `bottleneck`: server | staging | compactor. `ratio`: stored over
-    raw bytes, in codec `codec`. `stored_bytes`: what the rest of the plan will take.
+    staging only the server is). `staging_rate`: what comes through staging when server and
+    compactor work at theirs. `bottleneck`: server | staging | compactor. `ratio`: stored over raw
+    bytes, in codec `codec`. `stored_bytes`: what the rest of the plan will take.
     """
 
     seconds: float

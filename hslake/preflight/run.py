@@ -150,10 +150,12 @@ async def _burst(
     with progress(burst_s, f"{_BURST} (seconds)") as bar:
         done = 0.0
 
-        def advance(seconds: float) -> None:
+        def tell(seconds: float, on_the_way: int) -> None:
             nonlocal done
             bar.advance(seconds - done)
             done = seconds
+            over = "time is over, waiting for " if seconds >= burst_s else ""
+            bar.note(f"{over}{on_the_way} probes on their way")
 
         try:
             burst = await run_burst(
@@ -163,7 +165,7 @@ async def _burst(
                 burst_s,
                 expected.limits,
                 compactor=compactor,
-                advance=advance,
+                tell=tell,
             )
         except HslakeError as error:
             return None, [failed(_BURST, str(error), "see the servers' logs")]

@@ -167,8 +167,9 @@ def _in_flight(status: ServerStatus, expected: Expected) -> Check:
     found = f"{limits.requests} requests at once keep about {flight:,} tokens "
     found += f"({need}) on their way; staging has {parts} parts of {size:,}"
     # A sample never straddles parts: the end of each may stay empty, by less than the longest one.
-    usable = (size - min(longest, size - 1)) * (parts - len(status.writers))
-    if parts > len(status.writers) and usable >= flight:
+    free = parts // len(status.writers) - 1
+    usable = max(size, free * (size - longest)) * len(status.writers) if free > 0 else 0
+    if usable >= flight:
         return passed(name, f"{found}, enough with one of them at the compactor")
     fits = max(1, int(limits.requests * max(usable, size // 2) / max(1, flight)))
     todo = "start it with more --max-parts or --part-tokens, or credits hold requests back: about "
