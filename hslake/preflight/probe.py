@@ -25,6 +25,7 @@ from hslake.staging.reader import read_rows
 
 SOURCE = "probe"
 _POLL_S = 0.1
+_SOME = 1024  # rows of one probe, where many are fetched: a long one is GB
 _LOCKED_S = 2.0  # a compactor of this process may be reading the part
 
 
@@ -117,18 +118,20 @@ async def fetch(roots: Sequence[Path], sample_id: str) -> Rows | None:
     """
     end = time.monotonic() + _LOCKED_S
     while True:
-        found, locked = await asyncio.to_thread(_find, roots, {sample_id}, 1 << 62)
+        found, locked = await asyncio.to_thread(_find, roots, {sample_id})
         if found or not locked or time.monotonic() > end:
             return found[0] if found else None
         await asyncio.sleep(_POLL_S)
 
 
 async def fetch_many(roots: Sequence[Path], names: Collection[str], limit: int) -> list[Rows]:
-    """Rows of those probes that are still there, up to about `limit` bytes of them."""
-    return (await asyncio.to_thread(_find, roots, names, limit))[0]
+    """The first rows of those probes that are still there, up to about `limit` bytes of them."""
+    return (await asyncio.to_thread(_find, roots, names, _SOME, limit))[0]
 
 
-def _find(roots: Sequence[Path], names: Collection[str], limit: int) -> tuple[list[Rows], bool]:
+def _find(
+    roots: Sequence[Path], names: Collection[str], most: int | None = None, limit: int | None = None
+) -> tuple[list[Rows], bool]:
     """(rows, whether a part could not be looked into). Held locks keep a writer from recycling a
     part whose probes a compactor has given up meanwhile."""
     rows: list[Rows] = []
@@ -145,10 +148,11 @@ def _find(roots: Sequence[Path], names: Collection[str], limit: int) -> tuple[li
                 part = read_part(path)
                 mine = [r for r in part.reserved if r.sample_id in names and r.state == "complete"]
                 for reserved in mine:
-                    hidden, ids = read_rows(part, reserved)
-                    rows.append(Rows(part, reserved, [np.array(h) for h in hidden], np.array(ids)))
+                    maps, ids = read_rows(part, reserved)
+                    hidden = [np.array(m[:most]) for m in maps]
+                    rows.append(Rows(part, reserved, hidden, np.array(ids[:most])))
                     size += sum(h.nbytes for h in hidden)
-                    if size >= limit:
+                    if limit is not None and size >= limit:
                         return rows, locked
             except FileNotFoundError:
                 continue  # recycled before it was locked

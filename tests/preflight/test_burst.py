@@ -19,10 +19,11 @@ from hslake.compact import compact
 from hslake.drive import Limits
 from hslake.ids import PROBE_PREFIX
 from hslake.plan import plan_files
-from hslake.preflight import PreflightReport, preflight
+from hslake.preflight import PreflightReport, preflight, probe
 from hslake.preflight.burst import SHARE, compactor_seen
 from hslake.preflight.compaction import measure
 from hslake.preflight.probe import Rows
+from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
 from hslake.store import Store
 from tests.fakeserver import FakeServer
@@ -170,6 +171,27 @@ def _rows(part: object, reserved: object) -> Rows:
 
     hidden, ids = read_rows(part, reserved)  # type: ignore[arg-type]
     return Rows(part, reserved, [np.array(h) for h in hidden], np.array(ids))  # type: ignore[arg-type]
+
+
+async def test_of_a_long_probe_only_the_beginning_is_measured(
+    lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_SOME", 16)
+    ids = list(range(1, 60))
+    spec = hslake.open(lake).spec
+    with FakeServer(lake, staging) as server:
+        async with new_session() as session:
+            client = Server(server.url, session)
+            made = await probe.capture(client, await client.status(), spec, ids, 10.0)
+        assert isinstance(made, probe.Probe)
+        whole = await probe.fetch([staging], made.sample_id)
+        assert whole is not None and whole.input_ids.tolist() == ids
+        (some,) = await probe.fetch_many([staging], {made.sample_id}, 1 << 20)
+        assert some.input_ids.tolist() == ids[:16]
+        assert all(
+            np.array_equal(a, b[:16]) for a, b in zip(some.hidden, whole.hidden, strict=True)
+        )
+        assert await probe.fetch([staging], "nobody") is None
 
 
 def test_a_slow_target_is_told(lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
