@@ -124,10 +124,10 @@ def _with_a_foreign_part(stage: Stage, folder: Path) -> PreflightReport:
     writer = StagingWriter(
         stage.staging, other.spec, part_tokens=16, max_parts=1, fingerprint={}, engine={}
     )
+    writer.close()
     try:
         return _look(stage)
     finally:
-        writer.close()
         compact(other.url, [stage.staging])  # takes its own away
 
 
