@@ -176,7 +176,14 @@ def _through_server(
                 server.start().wait_ready(READY_S)
             show.note(f"{server.url}, log {server.log}")
         with show.phase("preflight", "go or no-go before a long run"):
-            go = preflight(lake_url, [server.url], staging=[staging], progress=Progress)
+            go = preflight(
+                lake_url,
+                [server.url],
+                staging=[staging],
+                model=model_dir,
+                limits=Limits(requests=CONCURRENCY),
+                progress=Progress,
+            )
             for check in go.warnings:
                 show.note(f"warning: {check.name}: {check.found}")
             if not go.passed:

@@ -52,7 +52,7 @@ def config_path(model_config: str | Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def _texts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def config_levels(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Where the language model's values are: multimodal configs keep them one level down."""
     yield config
     for key in ("text_config", "llm_config", "language_config"):
@@ -60,15 +60,16 @@ def _texts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield config[key]
 
 
-def _first(config: dict[str, Any], *names: str) -> Any:
-    return next((c[n] for c in _texts(config) for n in names if c.get(n) is not None), None)
+def config_value(config: dict[str, Any], *names: str) -> Any:
+    """The first of `names` that the config gives, wherever it keeps the language model's values."""
+    return next((c[n] for c in config_levels(config) for n in names if c.get(n) is not None), None)
 
 
 def read_model(path: Path, name: str | None) -> tuple[ModelInfo, str | None]:
     """(ModelInfo, dtype the config names) from a config.json. Raises Missing or InvalidInput."""
     config = read_config(path)
-    layers = _first(config, "num_hidden_layers", "n_layer", "num_layers")
-    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    layers = config_value(config, "num_hidden_layers", "n_layer", "num_layers")
+    hidden = config_value(config, "hidden_size", "n_embd", "d_model")
     if type(layers) is not int or type(hidden) is not int:
         raise InvalidInput(
             f"{path}: found num_hidden_layers {layers!r} and hidden_size {hidden!r}, expected "
@@ -80,17 +81,17 @@ def read_model(path: Path, name: str | None) -> tuple[ModelInfo, str | None]:
         str(names[0]),
         layers,
         hidden,
-        _first(config, "vocab_size"),
+        config_value(config, "vocab_size"),
         model_fingerprint(path),
     )
-    dtype = _first(config, "dtype", "torch_dtype")
+    dtype = config_value(config, "dtype", "torch_dtype")
     return info, str(dtype).removeprefix("torch.") if dtype else None
 
 
 def final_norm(path: Path) -> FinalNorm | None:
     """The final norm from the safetensors files beside a config.json, None when it is not there."""
     config = read_config(path)
-    eps = _first(config, *_EPS_NAMES)
+    eps = config_value(config, *_EPS_NAMES)
     for file in weight_files(path.parent):
         raw, start = read_header(file)
         header = json.loads(raw)

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -310,6 +311,16 @@ class Store:
             return
         with contextlib.suppress(Missing), self.errors(path):
             self.fs.rm_file(self._key(path))
+
+    def time_put(self, data: bytes) -> float:
+        """Seconds that it takes to put one object, which is deleted again."""
+        path = f"{_PROBE}{uuid.uuid4().hex}"
+        try:
+            start = time.perf_counter()
+            self.put(path, data)
+            return time.perf_counter() - start
+        finally:
+            self.delete(path)
 
     def check_put_new(self) -> None:
         """Put one key twice.

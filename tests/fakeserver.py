@@ -23,6 +23,7 @@ from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId, parse_request_id
 from hslake.spec import LakeSpec
 from hslake.staging import Reservation, StagingWriter, StatusReader
+from tests.models import log_probs
 
 T = TypeVar("T")
 Script = Callable[[RequestId, int], str]
@@ -44,6 +45,9 @@ def states_of(spec: LakeSpec, input_ids: list[int]) -> np.ndarray:
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
+_served_states = states_of  # what it answers from, whatever a test lets it capture
+
+
 class FakeServer:
     """Use as a context manager, or start and stop. `url` stays the same over deaths."""
 
@@ -59,11 +63,15 @@ class FakeServer:
         delay: float = 0.0,
         idle_s: float = 5.0,
         script: Script = lambda rid, nth: "ok",
+        head: np.ndarray | None = None,
+        refuse_log_probs: bool = False,
     ) -> None:
         self.spec = hslake.open(lake_url).spec
         self.staging, self.part_tokens, self.max_parts = staging, part_tokens, max_parts
         self.context, self.chunk, self.delay, self.script = context, chunk, delay, script
         self.idle_s = idle_s
+        self.head = head  # [vocab, hidden] float32: gives log-probs of prompts
+        self.refuse_log_probs = refuse_log_probs
         self.requests: list[RequestId] = []
         self.captured: Counter[str] = Counter()
         self.aborted: list[str] = []
@@ -200,17 +208,24 @@ class FakeServer:
         raw, ids = body["rid"], body["input_ids"]
         if self.context is not None and len(ids) >= self.context:
             return web.json_response({"error": {"message": "too long"}}, status=400)
+        if self.refuse_log_probs and body.get("return_logprob"):
+            return web.json_response({"error": {"message": "no log-probs here"}}, status=400)
         rid = parse_request_id(raw)
         self._open[raw] = request
         self.most_open = max(self.most_open, len(self._open))
         try:
-            return await self._serve(rid, ids)
+            return await self._serve(rid, ids, bool(body.get("return_logprob")))
         finally:
             self._open.pop(raw, None)
             self._not_begun.pop(raw, None)
 
-    async def _serve(self, rid: RequestId | None, ids: list[int]) -> web.Response:
-        answer = {"text": "", "meta_info": {"finish_reason": {"type": "length"}}}
+    async def _serve(
+        self, rid: RequestId | None, ids: list[int], logprobs: bool = False
+    ) -> web.Response:
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
+        answer: dict[str, Any] = {"text": "", "meta_info": meta}
+        if logprobs and self.head is not None:
+            meta["input_token_logprobs"] = self._log_probs(ids, self.head)
         if rid is None:
             return web.json_response(answer)
         nth = sum(r.sample_id == rid.sample_id for r in self.requests)
@@ -235,6 +250,13 @@ class FakeServer:
         if action == "late-error":
             return web.json_response({"error": {"message": "detokenizer died"}}, status=500)
         return web.json_response(answer)
+
+    def _log_probs(self, ids: list[int], head: np.ndarray) -> list[list[Any]]:
+        """As SGLang gives them: [log-prob, token, text], the first without a log-prob."""
+        final = _served_states(self.spec, ids)[self.spec.streams.index("final")]
+        rows = checksum.to_float32(final, self.spec.dtype).astype(np.float64)
+        values = log_probs(rows[:-1] @ head.T.astype(np.float64), ids[1:]).tolist()
+        return [[v, i, None] for v, i in zip([None, *values], ids, strict=True)]
 
     def _watch_credit(self, rid: RequestId) -> None:
         assert self.writer is not None

@@ -54,7 +54,9 @@ def test_a_good_set_up_is_go(lake: str, staging: Path) -> None:
         report = preflight(lake, [server.url], staging=[staging])
         checks = by_name(report)
         assert report.passed and not report.failures
-        assert [c.name for c in report.warnings] == ["fingerprint"]  # made without a model
+        # Made without a model, and none is given.
+        assert [c.name for c in report.warnings] == ["fingerprint", "log-probs"]
+        assert "bit-equal" in checks["batch invariance"].found
         assert checks["structure"].found.startswith("3 streams of 10 x 8 bfloat16, 480 bytes")
         assert checks["states"].ok == PASS and checks["foreign parts"].ok == PASS
         # The probe is captured, asked for by nobody, and never committed.
@@ -74,7 +76,7 @@ def test_without_staging_it_warns(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging) as server:
         report = preflight(lake, [server.url])
     assert report.passed
-    assert {c.name for c in report.warnings} == {"fingerprint", "staging", "states"}
+    assert {c.name for c in report.warnings} == {"fingerprint", "staging", "states", "log-probs"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_bad_states_are_no_go(
     with FakeServer(lake, staging) as server:
         report = preflight(lake, [server.url], staging=[staging])
     assert [c.name for c in report.failures] == ["states"]
-    assert text in report.failures[0].found
+    assert text in report.failures[0].found and report.failures[0].where == server.url
 
 
 def test_a_hook_that_sees_nothing(lake: str, staging: Path) -> None:
@@ -147,7 +149,7 @@ def test_foreign_and_left_behind_parts(lake: str, staging: Path, tmp_path: Path)
 
 def test_room_on_disk_and_in_ram(lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(staging)._replace(free=1000)
-    monkeypatch.setattr("hslake.preflight.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with FakeServer(lake, staging) as server:
         report = preflight(lake, [server.url], staging=[staging])
     assert {c.name for c in report.failures} == {"disk space", "staging space"}

@@ -1,0 +1,84 @@
+"""What the compactor would sustain on this machine, from real rows: check, encode, decode, put."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from hslake.checksum import rows_checksum
+from hslake.errors import Corrupt
+from hslake.preflight.probe import Rows
+from hslake.segment.codec import decode_chunk, encode_chunk
+from hslake.spec import LakeSpec
+from hslake.store import Store
+
+ROWS_BYTES = 96 << 20  # of captured states that are looked at
+_OBJECT_BYTES = 64 << 20  # at most, of the object that is put
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Measured on `tokens` captured tokens. Seconds a token: `check` (the staged rows' checksum, on
+    one core), `code` (encode, decode, compare, on `threads`), `put` (stored bytes to the lake)."""
+
+    tokens: int
+    ratio: float  # stored / raw bytes
+    threads: int
+    check: float
+    code: float
+    put: float
+    put_rate: float  # bytes a second
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second: the compactor does these one after the other."""
+        return 1.0 / (self.check + self.code + self.put)
+
+
+def measure(spec: LakeSpec, rows: Sequence[Rows], store: Store) -> Compaction:
+    """Do to captured rows what the compactor does, and store one object, deleted again.
+
+    Raises Corrupt when a chunk does not come back as it was, and what the store raises.
+    """
+    threads = min(8, os.cpu_count() or 1)  # as write_segment
+    chunks = list(_chunks(spec, rows))
+    tokens = sum(len(r.input_ids) for r in rows)
+    raw = tokens * spec.bytes_per_token
+    start = time.perf_counter()
+    sums = [rows_checksum(part, at) for part, at in chunks]
+    check = time.perf_counter() - start
+    with ThreadPoolExecutor(threads) as pool:
+        start = time.perf_counter()
+        done = list(pool.map(lambda job: _code(spec, *job), chunks))
+        code = time.perf_counter() - start
+    if [found for _, found in done] != sums:
+        raise Corrupt("a chunk decodes to other rows than were encoded: do not compact here")
+    encoded = [data for data, _ in done]
+    stored = sum(map(len, encoded))
+    data = b"".join(encoded)[:_OBJECT_BYTES]
+    seconds = store.time_put(data)
+    rate = len(data) / max(seconds, 1e-9)
+    ratio = stored / raw
+    put = spec.bytes_per_token * ratio / rate
+    return Compaction(tokens, ratio, threads, check / tokens, code / tokens, put, rate)
+
+
+def _chunks(spec: LakeSpec, rows: Sequence[Rows]) -> Iterator[tuple[np.ndarray, int]]:
+    """(rows [n <= chunk, hidden], position in the sample) of all streams of all samples."""
+    size = spec.geometry.chunk_tokens
+    for sample in rows:
+        for stream in sample.hidden:
+            for at in range(0, len(stream), size):
+                yield np.ascontiguousarray(stream[at : at + size]), at
+
+
+def _code(spec: LakeSpec, part: np.ndarray, at: int) -> tuple[bytes, int]:
+    whole = part
+    if len(part) < spec.geometry.chunk_tokens:  # every sample starts on a chunk
+        whole = np.zeros((spec.geometry.chunk_tokens, spec.hidden_size), part.dtype)
+        whole[: len(part)] = part
+    data = encode_chunk(spec, whole)
+    return data, rows_checksum(decode_chunk(spec, data, "burst")[: len(part)], at)
