@@ -109,7 +109,7 @@ def _open_writer(
         "hook_version": versions.hook(),
         "tp": str(rank.tp_size),
         "dp_rank": str(rank.dp),
-        "chunk_size": str(getattr(runner.server_args, "chunked_prefill_size", None) or 0),
+        "chunk_size": str(_chunk(runner)),
         "run": found.run,
     }
     return StagingWriter(
@@ -132,8 +132,12 @@ def _device(runner: Any) -> torch.device:
 
 
 def _gpu_bytes(runner: Any, spec: LakeSpec) -> int:
-    chunk = int(getattr(runner.server_args, "chunked_prefill_size", None) or flags.DEFAULT_CHUNK)
-    return memory.capture_bytes(spec, chunk)
+    return memory.capture_bytes(spec, _chunk(runner) or flags.DEFAULT_CHUNK)
+
+
+def _chunk(runner: Any) -> int:
+    """Most prompt tokens of a forward on this rank; 0 when it has no limit."""
+    return max(0, int(flags.effective(runner.server_args, "chunked_prefill_size") or 0))
 
 
 def _hold_back(taps: Taps, need: int) -> None:

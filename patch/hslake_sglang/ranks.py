@@ -42,8 +42,16 @@ def of(runner: Any) -> Rank:
 
         tp, cp = int(dp_attention.get_attention_tp_rank()), 0
         attention_dp = int(dp_attention.get_attention_dp_rank())
-    # Plain data parallelism runs one engine per replica: their rank is the runner's own.
-    replica = getattr(runner, "dp_rank", None)
-    dp = attention_dp or (int(replica) if replica is not None else 0)
+    dp = attention_dp or _replica(runner, context)
     sizes = [getattr(settings, name, 1) or 1 for name in ("dp_size", "attn_dp_size")]
     return Rank(tp, cp, dp, int(getattr(settings, "tp_size", 1) or 1), max(map(int, sizes)))
+
+
+def _replica(runner: Any, context: Any) -> int:
+    """Rank under plain data parallelism, which runs one engine per replica. Told by the parallel
+    context from 0.5.21 on, by the runner in 0.5.12 to 0.5.15, by its `ps` in 0.5.16 to 0.5.20."""
+    for owner in (context, runner, getattr(runner, "ps", None)):
+        rank = getattr(owner, "dp_rank", None)
+        if rank is not None:
+            return int(rank)
+    return 0

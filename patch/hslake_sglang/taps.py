@@ -15,11 +15,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def text_model(model: nn.Module) -> nn.Module:
     """The causal language model inside SGLang's `model` (multimodal wrappers are opened).
 
-    Raises InvalidInput when none with `.model.layers_to_capture` is found.
+    Raises InvalidInput when none is found that captures (flag and `.model.layers_to_capture`).
     """
     seen: Any = model
     for _ in range(4):
-        if hasattr(getattr(seen, "model", None), "layers_to_capture"):
+        # With the flag it also takes the states apart; some models only inherit the inner half.
+        inner_half = hasattr(getattr(seen, "model", None), "layers_to_capture")
+        if inner_half and hasattr(seen, "capture_aux_hidden_states"):
             return seen
         inner = getattr(seen, "language_model", None)
         if not isinstance(inner, nn.Module):

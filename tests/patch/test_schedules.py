@@ -49,9 +49,7 @@ class Run:
         self.writer = StagingWriter(
             root, self.spec, part_tokens=part, max_parts=parts, fingerprint={}, engine={}
         )
-        self.capture = Capture(
-            self.spec, Taps(self.model, self.spec), self.writer, idle_ticks=False
-        )
+        self.capture = Capture(self.spec, Taps(self.model, self.spec), self.writer, upkeep=False)
         (processor,) = find_logits_processors(self.model)
         processor.register_forward_pre_hook(
             lambda m, args, kwargs: self.capture.before_logits(*logits_inputs(args, kwargs)),

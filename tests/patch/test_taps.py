@@ -98,3 +98,25 @@ def test_multimodal_wrappers_are_opened() -> None:
     assert text_model(wrapper) is wrapper.language_model
     with pytest.raises(InvalidInput, match="Linear"):
         text_model(nn.Linear(1, 1))
+
+
+class InnerHalf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_to_capture: list[int] = []
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
+        self.norm = nn.Identity()
+
+
+class InheritsTheInnerHalf(nn.Module):
+    """As MiMo, Qwen2VL, JetNemotron and GlmImage in 0.5.23: it would hand a tuple to the logits
+    processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = InnerHalf()
+
+
+def test_an_outer_model_that_does_not_take_the_states_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="capture"):
+        Taps(InheritsTheInnerHalf(), make_spec(("2", "final")))
