@@ -41,6 +41,20 @@ def test_what_changed_in_staging_leaves_no_trace_of_a_segment(tmp_path: Path) ->
     check(made)
 
 
+def test_shards_that_were_stored_already_are_removed(tmp_path: Path) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    shard = made.lake.spec.geometry.shard_tokens
+    names = made.plan([shard, shard, 10])
+    made.stage(names, chunk=shard)
+    flip(scan(made.staging)[0].parts[0], 2 * shard + 1)
+    report = compact(made.url, [made.staging])
+    assert report.samples == 2 and len(report.damage) == 1
+    assert len(segments(made)) == 2
+    made.stage(names[2:])
+    compact(made.url, [made.staging])
+    check(made)
+
+
 def test_nothing_is_committed_when_all_of_a_batch_changed(tmp_path: Path) -> None:
     made = make_lake(tmp_path, lengths=[5])
     version, before = made.lake.version, segments(made)
