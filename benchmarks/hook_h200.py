@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=settings.numbers, default=(1024, 8192), help="tokens of a prompt")
     add("--concurrency", type=settings.numbers, default=(8, 32), help="requests at once")
     add("--tokens", type=float, default=400_000, help="of each run, after its warm-up")
+    add("--other-tokens", type=float, help="of a torch_save run [default: as --tokens]")
     add("--http-tokens", type=float, default=16_384, help="of an http run (about 650 a second)")
     add("--warmup", type=float, default=32_768, help="tokens before each run")
     add("--repeats", type=int, default=2, help="runs of none and hslake in a cell")
@@ -110,6 +111,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         prompts=args.prompts,
         concurrency=args.concurrency,
         tokens=int(args.tokens),
+        other_tokens=int(args.other_tokens or args.tokens),
         http_tokens=int(args.http_tokens),
         warmup=int(args.warmup),
         repeats=args.repeats,

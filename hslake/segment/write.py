@@ -6,6 +6,7 @@ disk work at once. A crash anywhere leaves objects without an inventory, which n
 
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from hslake.store import Store
 __all__ = ["SegmentInfo", "SegmentSample", "StatesDiffer", "new_segment_id", "write_segment"]
 
 _STORING = 2  # shards that are being hashed and written, or wait for it
+_NICE = 10  # of the threads that encode
 _scratch = threading.local()  # where a thread decodes to: fresh memory costs page faults
 
 
@@ -219,6 +221,13 @@ def default_threads() -> int:
     return cores if cores <= 4 else min(16, cores - 2)
 
 
+def _step_back() -> None:
+    """Let this thread give way to others, above all to the server that fills staging."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 def _token_chunks(values: np.ndarray | Sequence[int], dtype: np.dtype, size: int) -> list[bytes]:
     """Encoded chunks of one sample's ids or mask, zero-padded."""
     given = np.asarray(values)
@@ -249,7 +258,8 @@ def write_segment(
     """
     count = threads or default_threads()
     # Two pools: hashing and writing must not queue behind chunks that are to be encoded.
-    encoders, storers = ThreadPoolExecutor(count), ThreadPoolExecutor(2 * _STORING)
+    encoders = ThreadPoolExecutor(count, initializer=_step_back)
+    storers = ThreadPoolExecutor(2 * _STORING)
     objects = _Objects(store, segment_id, storers)
     try:
         return _write(spec, segment_id, _encoded(spec, samples, encoders), objects)
