@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=settings.numbers, default=(1024, 8192), help="tokens of a prompt")
     add("--concurrency", type=settings.numbers, default=(8, 32), help="requests at once")
     add("--tokens", type=float, default=400_000, help="of each run, after its warm-up")
+    add("--other-tokens", type=float, help="of a torch_save run [default: as --tokens]")
     add("--http-tokens", type=float, default=16_384, help="of an http run (about 650 a second)")
     add("--warmup", type=float, default=32_768, help="tokens before each run")
     add("--repeats", type=int, default=2, help="runs of none and hslake in a cell")
@@ -110,6 +111,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         prompts=args.prompts,
         concurrency=args.concurrency,
         tokens=int(args.tokens),
+        other_tokens=int(args.other_tokens or args.tokens),
         http_tokens=int(args.http_tokens),
         warmup=int(args.warmup),
         repeats=args.repeats,
@@ -154,7 +156,7 @@ class Bench:
         """(where the lake goes, bytes a second that the disk wrote)."""
         if self.s.lake_dir != "auto":
             return Path(tempfile.mkdtemp(prefix="hslake-bench-", dir=self.s.lake_dir)), None
-        speed = machine.write_speed(self.work, (64 if self.s.smoke else 2048) << 20)
+        speed = machine.write_speed(self.work, (64 if self.s.smoke else 1024) << 20)
         return (self.work if speed >= FAST or self.s.smoke else self.ram), speed
 
     def run(self) -> None:
@@ -217,19 +219,29 @@ class Bench:
         return Settings(**{**s.__dict__, "staging_bytes": min(need, room) * part})
 
     def _ready(self) -> None:
-        """Wait for all servers; one that does not come up costs its own cells only."""
-        end = time.monotonic() + self.s.ready
-        for mode, server in list(self.servers.items()):
-            try:
-                server.wait_ready(max(1.0, end - time.monotonic()))
-            except Exception as error:
-                print(f"SERVER {mode} DID NOT START: {error}", file=sys.stderr, flush=True)
-                why = str(error)[-1500:]
-                self.out["missing"].append(
-                    {"session": self.session, "what": f"{self.s.config} {mode}", "why": why}
-                )
-                self.servers.pop(mode).stop(5.0)
+        """Wait for all servers; one that does not come up is started once more, then costs its own
+        cells only."""
+        failed = self._wait(list(self.servers))
+        for mode in failed if self.clock.left() > 150 else ():
+            self.servers[mode].stop(5.0)
+            self.servers[mode].start()
+            self.left.add(group=servers.group_of(self.servers[mode]))
+        for mode, why in (self._wait(list(failed)) if self.clock.left() > 100 else failed).items():
+            print(f"SERVER {mode} DID NOT START: {why}", file=sys.stderr, flush=True)
+            what = f"{self.s.config} {mode}"
+            self.out["missing"].append({"session": self.session, "what": what, "why": why[-1500:]})
+            self.servers.pop(mode).stop(5.0)
         print(f"servers ready after {time.monotonic() - self.clock.start:.0f} s", flush=True)
+
+    def _wait(self, modes: list[str]) -> dict[str, str]:
+        """Modes whose server did not get ready, and why."""
+        end, failed = time.monotonic() + self.s.ready, {}
+        for mode in modes:
+            try:
+                self.servers[mode].wait_ready(max(1.0, end - time.monotonic()))
+            except Exception as error:
+                failed[mode] = str(error)
+        return failed
 
     def _parts_made(self) -> None:
         """Let the writer make its parts, as far as it does so ahead: that is a cost of the start,
@@ -264,7 +276,7 @@ class Bench:
 
     def _end(self) -> None:
         for mode, server in self.servers.items():
-            if not server.alive():
+            if not server.alive() and not self.args.endurance:  # which ends it
                 print(f"server {mode} had ended:\n{server.log_tail(30)}", file=sys.stderr)
         if self.side is not None:
             self.side.stop()

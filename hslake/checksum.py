@@ -7,6 +7,7 @@ position in the sample, so partial sums over any split of the rows simply add up
 splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ import numpy as np
 
 MASK64 = (1 << 64) - 1
 _BLOCK_ROWS = 64  # keeps the widened block inside the L2 cache
+_scratch = threading.local()
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -49,10 +51,22 @@ def rows_checksum(rows: np.ndarray, position: int = 0) -> int:
     lanes = as_lanes(rows)
     a = lane_weights(lanes.shape[1])
     sums = np.empty(len(lanes), np.uint64)
+    wide = _wide(lanes.shape[1])
     for i in range(0, len(lanes), _BLOCK_ROWS):
-        block = lanes[i : i + _BLOCK_ROWS].astype(np.uint64)
-        sums[i : i + _BLOCK_ROWS] = np.einsum("ij,j->i", block, a)
+        part = lanes[i : i + _BLOCK_ROWS]
+        block = wide[: len(part)]
+        block[...] = part
+        np.einsum("ij,j->i", block, a, out=sums[i : i + len(part)])
     return int((sums * row_weights(position, len(lanes))).sum(dtype=np.uint64))
+
+
+def _wide(lanes: int) -> np.ndarray:
+    """A block of this thread's own, to be used again: fresh pages each time can take longer than
+    the sums."""
+    found: np.ndarray | None = getattr(_scratch, "wide", None)
+    if found is None or found.shape[1] != lanes:
+        found = _scratch.wide = np.empty((_BLOCK_ROWS, lanes), np.uint64)
+    return found
 
 
 def to_int64(total: int) -> int:

@@ -21,9 +21,9 @@ from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
-from hslake.picks import Pick, doubt, manifest_row, plan_rows, segment_sample
+from hslake.picks import Doubt, Pick, batches, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
-from hslake.segment.write import new_segment_id, write_segment
+from hslake.segment.write import StatesDiffer, new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_remains, remove_writer
@@ -68,6 +68,7 @@ class _Source:
     info: PartInfo
     lock: Lock
     final: bool  # no more rows can come: sealed, or its writer is dead
+    freed: bool = False
 
 
 def compact(
@@ -168,11 +169,15 @@ def _pass(
         # Opened after the journals were read: whatever they hold was planned before that.
         lake = open_lake(lake_url)
         wanted = _choose(lake, sources, sound, report, stop)
-        for batch in _batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
+        left = Counter(pick.part.path for pick in wanted)
+        _free(s for s in sources if not left[s.info.path])
+        for batch in batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             if stop():
                 raise _Stopped
             _publish(lake, batch, report, progress)
-        _free(sources)
+            left -= Counter(pick.part.path for pick in batch)
+            # At once: a live writer may be waiting for the room.
+            _free(s for s in sources if not left[s.info.path])
         for writer in mine:
             if writer.path not in dead:
                 os.utime(writer.path / COMPACT_LOCK)  # tells the writer that a compactor is there
@@ -181,7 +186,8 @@ def _pass(
                 remove_writer(writer.path)
     finally:
         for source in sources:
-            source.lock.release()
+            if not source.freed:
+                source.lock.release()
         for lock in held:
             lock.release()
 
@@ -249,25 +255,24 @@ def _choose(
     for source, row in complete:
         if stop():
             raise _Stopped
-        reason = None
+        rival = picks.get(row.sample_id)
+        if rival is not None and (found := doubt(rival)) is not None:
+            _give_up(rival, found, report, abandoned)  # then this attempt may be the better one
+            del picks[row.sample_id]
         if row.sample_id in live or row.sample_id in picks:
             # One committed from a part that was open then, or just before a crash, is no duplicate.
             report.duplicates += source.final and row.attempt not in committed
             continue
         if row.sample_id not in plan:
-            reason = "not in the plan"
+            if source.final and not _is_probe(row):
+                abandoned["not in the plan"] += 1
+            continue
+        pick = Pick(source.info, row, plan[row.sample_id], source.final)
+        found = doubt(pick, states=False)
+        if found is None:
+            picks[row.sample_id] = pick
         else:
-            pick = Pick(source.info, row, plan[row.sample_id])
-            found = doubt(pick)
-            if found is None:
-                picks[row.sample_id] = pick
-            else:
-                reason = found.reason
-                if found.damage:
-                    tell(report.damage, found.damage)
-        # Counted once, when the part goes: a live writer's open part is read on every pass.
-        if reason is not None and source.final and not _is_probe(row):
-            abandoned[reason] += 1
+            _give_up(pick, found, report, abandoned)
     for source in sources:
         if source.final:
             abandoned.update(
@@ -282,32 +287,42 @@ def _choose(
     return list(picks.values())
 
 
+def _give_up(pick: Pick, why: Doubt, report: CompactReport, abandoned: dict[str, int]) -> None:
+    if why.damage:
+        tell(report.damage, why.damage)
+    # Counted once, when the part goes: a live writer's open part is read on every pass.
+    if pick.final and not _is_probe(pick.row):
+        abandoned[why.reason] = abandoned.get(why.reason, 0) + 1
+
+
 def _is_probe(row: Reserved) -> bool:
     return row.sample_id.startswith(PROBE_PREFIX)
 
 
-def _batches(picks: list[Pick], limit: int) -> Iterable[list[Pick]]:
-    batch: list[Pick] = []
-    tokens = 0
-    for pick in picks:
-        if batch and tokens + pick.row.length > limit:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(pick)
-        tokens += pick.row.length
-    if batch:
-        yield batch
-
-
 def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None) -> None:
-    """Store a batch; again under a new id when a vacuum takes the unfinished segment away."""
+    """Store a batch; again under a new id when a vacuum takes the unfinished segment away, and
+    without the samples that are damaged in staging."""
     for left in reversed(range(_TRIES)):
         try:
             return _publish_once(lake, batch, report, progress)
+        except StatesDiffer:
+            sound = _sound(batch, report)
+            if len(sound) == len(batch):
+                raise  # staging is as it was captured: the damage was done here
+            return _publish(lake, sound, report, progress) if sound else None
         except (Condemned, Missing) as error:  # condemned, or its objects are gone already
             if not left:
                 raise
             log.warning("%s; written again", error)
+
+
+def _sound(batch: list[Pick], report: CompactReport) -> list[Pick]:
+    """The picks whose states are what their writer captured; the others are given up."""
+    found = [(pick, doubt(pick)) for pick in batch]
+    for pick, why in found:
+        if why is not None:
+            _give_up(pick, why, report, report.abandoned)
+    return [pick for pick, why in found if why is None]
 
 
 def _publish_once(
@@ -348,19 +363,22 @@ def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
         )
 
 
-def _free(sources: list[_Source]) -> None:
-    """Mark the parts DONE to which no row can come any more: all of theirs are settled now.
+def _free(sources: Iterable[_Source]) -> None:
+    """Mark the parts DONE to which no row can come any more and of which all is settled, and let
+    them go. May be called again with the same ones.
 
     Also one with a damaged journal, or a live writer's staging would fill: what the damage hid is
     captured again, and the journal is kept aside.
     """
     for source in sources:
-        if not source.final:
+        if not source.final or source.freed:
             continue
         path = source.info.path
         if source.info.damage:
             _keep_journal(path)
         (path / DONE).touch()
+        source.lock.release()
+        source.freed = True
 
 
 def _keep_journal(path: Path) -> None:

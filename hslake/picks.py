@@ -1,6 +1,7 @@
 """Staged samples on their way into the lake: each beside its row of the plan, and what speaks
 against it; then the row that commits it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +25,7 @@ class Pick:
     part: PartInfo
     row: Reserved
     plan: dict[str, Any]
+    final: bool = True  # no more rows can come to its part
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,12 @@ def plan_rows(lake: Lake, ids: set[str], sound: set[str]) -> dict[str, dict[str,
     return {row["sample_id"]: row for row in found.to_pylist()}
 
 
-def doubt(pick: Pick) -> Doubt | None:
-    """Why a staged sample must not be stored, or None: RAM and other processes err too."""
+def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
+    """Why a staged sample must not be stored, or None: RAM and other processes err too.
+
+    Without `states` they are not read: `write_segment` compares what it has encoded with the
+    writer's checksum, and raises StatesDiffer.
+    """
     plan, row = pick.plan, pick.row
     name = f"sample {row.sample_id!r} in {pick.part.path}"
     if plan["length"] != row.length:  # the journal has a CRC: it was planned anew since
@@ -74,6 +80,8 @@ def doubt(pick: Pick) -> Doubt | None:
             f"{name}: its input_ids are not the plan's: staging is damaged, or the sample was "
             "planned anew with other tokens; given up",
         )
+    if not states:
+        return None
     found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
     if found != list(row.checksum):
         return Doubt(
@@ -92,6 +100,20 @@ def mask_fits(mask: Any, length: int, supervised_tokens: int) -> bool:
         and bool(np.isin(values, (0, 1)).all())
         and int(values.sum()) == supervised_tokens
     )
+
+
+def batches(picks: Sequence[Pick], limit: int) -> Iterator[list[Pick]]:
+    """Split picks, in order, into segments of at most `limit` tokens (one longer sample alone)."""
+    batch: list[Pick] = []
+    tokens = 0
+    for pick in picks:
+        if batch and tokens + pick.row.length > limit:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(pick)
+        tokens += pick.row.length
+    if batch:
+        yield batch
 
 
 def segment_sample(pick: Pick) -> SegmentSample:

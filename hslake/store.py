@@ -10,7 +10,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,12 @@ class Store:
                 "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
             ) from error
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write `path`, replacing what is there, atomically."""
+    def put(self, path: str, data: bytes | Sequence[bytes]) -> None:
+        """Write `path`, replacing what is there, atomically. `data` may come in pieces."""
         if not self.is_local:
+            whole = data if isinstance(data, bytes) else b"".join(data)
             with self.errors(path):
-                self.fs.pipe_file(self._key(path), data)
+                self.fs.pipe_file(self._key(path), whole)
             return
         with self.errors(path):
             target, temp = self._temp(path, data)
@@ -196,13 +197,13 @@ class Store:
                 temp.unlink(missing_ok=True)
             sync_dir(target.parent)
 
-    def _temp(self, path: str, data: bytes) -> tuple[Path, Path]:
+    def _temp(self, path: str, data: bytes | Sequence[bytes]) -> tuple[Path, Path]:
         target = self.local(path)
         _make_dirs(target.parent)
         temp = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with temp.open("xb") as f:
-                f.write(data)
+                f.writelines([data] if isinstance(data, bytes) else data)
                 f.flush()
                 os.fsync(f.fileno())
         except BaseException:

@@ -23,6 +23,7 @@ def some_settings(**changes: Any) -> Settings:
         "prompts": (100,),
         "concurrency": (8,),
         "tokens": 1000,
+        "other_tokens": 500,
         "http_tokens": 250,
         "warmup": 300,
         "repeats": 2,
@@ -166,6 +167,7 @@ def test_http_gets_no_more_at_once_than_fits() -> None:
     assert s.run_tokens(HTTP, 100) == 300 and s.in_flight(HTTP, 32, 100) == 2
     assert s.run_tokens(HTTP, 8192) == 8192 and s.in_flight(HTTP, 32, 8192) == 1
     assert s.in_flight(HSLAKE, 32, 8192) == 32
+    assert s.run_tokens(TORCH_SAVE, 100) == 500 and s.run_tokens(NONE, 300) == 1200
 
 
 def test_endurance_lengths_are_those_of_the_corpus() -> None:

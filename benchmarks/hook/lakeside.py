@@ -65,7 +65,7 @@ class LakeSide:
         if self.compactor is not None:
             self.compactor.terminate()
             try:
-                self.compactor.wait(60)
+                self.compactor.wait(10)
             except subprocess.TimeoutExpired:
                 self.compactor.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)

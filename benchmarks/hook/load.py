@@ -6,6 +6,7 @@ refuse it).
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ class Request:
 @dataclass
 class Load:
     """What one call of `send` saw. `seconds`: first send to last answer; `rows`: hidden states that
-    came back in HTTP mode, `largest` the biggest answer in bytes."""
+    came back in HTTP mode, `largest` the biggest answer in bytes; `waited`: seconds that requests
+    waited for room in staging, added up."""
 
     requests: int = 0
     tokens: int = 0
@@ -43,6 +45,7 @@ class Load:
     largest: int = 0
     seconds: float = 0.0
     started: float = 0.0
+    waited: float = 0.0
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -63,12 +66,19 @@ def request(rid: str, ids: Sequence[int], mode: str) -> Request:
     return Request(rid, len(ids), json.dumps(body, separators=(",", ":")).encode())
 
 
-def send(url: str, requests: Sequence[Request], in_flight: int, limit: float) -> Load:
-    """Send all, `in_flight` at once, and read and parse every answer; at most `limit` seconds."""
-    return asyncio.run(_send(url, requests, in_flight, limit))
+def send(
+    url: str, requests: Sequence[Request], in_flight: int, limit: float, *, credits: bool = False
+) -> Load:
+    """Send all, `in_flight` at once, and read and parse every answer; at most `limit` seconds.
+
+    `credits`: send no more than fits the server's staging, as `hslake extract` does.
+    """
+    return asyncio.run(_send(url, requests, in_flight, limit, credits))
 
 
-async def _send(url: str, requests: Sequence[Request], in_flight: int, limit: float) -> Load:
+async def _send(
+    url: str, requests: Sequence[Request], in_flight: int, limit: float, credits: bool
+) -> Load:
     load, rest = Load(started=time.time()), iter(requests)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=limit)
@@ -76,10 +86,16 @@ async def _send(url: str, requests: Sequence[Request], in_flight: int, limit: fl
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20
     ) as session:
+        room = Credits(session, url) if credits else None
+        looking = asyncio.create_task(room.look()) if room else None
 
         async def work() -> None:
             for one in rest:
+                if room:
+                    load.waited += await room.take(one.tokens)
                 await _one(session, url, one, load)
+                if room:
+                    room.give(one.tokens)
 
         start = time.perf_counter()
         try:
@@ -88,7 +104,46 @@ async def _send(url: str, requests: Sequence[Request], in_flight: int, limit: fl
         except TimeoutError:
             load.errors.append(f"not all answered within {limit:.0f} s")
         load.seconds = time.perf_counter() - start
+        if looking:
+            looking.cancel()
     return load
+
+
+class Credits:
+    """Rows of staging that may still be asked for: free ones less what is on its way."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url + "/hslake/status"
+        self.free = self.on_way = self.ended = 0
+        self._looked = asyncio.Event()
+
+    async def look(self) -> None:
+        """Ask the server again and again, until cancelled."""
+        since = ""
+        while True:
+            ended = self.ended  # these had their rows before the answer that comes now was made
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError):
+                async with self.session.get(self.url + since) as answer:
+                    writers = _loads(await answer.read())["writers"]
+                since = "?since=" + ",".join(f"{w['writer']}:{w['cursor']}" for w in writers)
+                # Which writer gets a request is not ours to say: the fullest one decides.
+                self.free = min(int(w["free_rows"]) for w in writers) * len(writers)
+                self.on_way, self.ended = self.on_way - ended, self.ended - ended
+                self._looked.set()
+                self._looked.clear()
+            await asyncio.sleep(0.05)
+
+    async def take(self, tokens: int) -> float:
+        """Wait for room for `tokens` rows; returns the seconds."""
+        start = time.perf_counter()
+        while self.free - self.on_way < tokens:
+            await self._looked.wait()
+        self.on_way += tokens
+        return time.perf_counter() - start
+
+    def give(self, tokens: int) -> None:
+        """A request of so many tokens was answered."""
+        self.ended += tokens
 
 
 async def _one(session: aiohttp.ClientSession, url: str, one: Request, load: Load) -> None:

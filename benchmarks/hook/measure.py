@@ -135,13 +135,17 @@ class Measure:
         server, at_once = self.servers[mode], self.s.in_flight(mode, concurrency, prompt)
         warm, timed = ([*self._requests(b, mode)] for b in batches)
         before = lakeside.totals(lakeside.status(server.url)) if mode == HSLAKE else {}
+        # Only where /dev/shm is too small for a whole run: waiting is then part of the result.
+        need = 2 * self.s.part_tokens * self.s.dp + sum(r.tokens for r in warm + timed)
+        credits = mode == HSLAKE and before["capacity_rows"] < need - self.s.part_tokens
         deleter = Deleter(self.saved, _SAVED_BYTES) if mode == TORCH_SAVE else None
         try:
             limit = max(1.0, self.clock.left())
             for _ in range(1 if mode in self.warm or mode in (HSLAKE, HTTP) else 2):
-                heated = load.send(server.url, warm, at_once, limit)
+                heated = load.send(server.url, warm, at_once, limit, credits=credits)
             self.warm.add(mode)
-            found = load.send(server.url, timed, at_once, max(1.0, self.clock.left()))
+            limit = max(1.0, self.clock.left())
+            found = load.send(server.url, timed, at_once, limit, credits=credits)
         finally:
             if deleter:
                 deleter.stop()
@@ -153,6 +157,7 @@ class Measure:
             "concurrency": concurrency,
             "repeat": repeat,
             "in_flight": at_once,
+            "credits": credits,
             **asdict(found),
             "rate": found.rate,
             "errors": heated.errors + found.errors,

@@ -146,6 +146,7 @@ def show(results: Row) -> None:
             f"({e['rate']:,.0f}/s), lost {f['lost']}, duplicated {f['duplicated']}, verified "
             f"{f['verified_tokens']:,}; " + e["ended"],
             highlight=False,
+            markup=False,
         )
         for name, flat in e["flatness"].items():
             if "range" in flat:
@@ -156,4 +157,5 @@ def show(results: Row) -> None:
                 )
     console.print_json(json.dumps(summary(results)))
     for m in results["missing"]:
-        console.print(f"missing: {m['what']}: {m['why']}", highlight=False)
+        why = (m["why"].splitlines() or ["?"])[-1]
+        console.print(f"missing: {m['what']}: {why}", highlight=False, markup=False)

@@ -4,6 +4,7 @@ They share the GPUs so that runs of different modes can be interleaved: an idle 
 memory. The `hslake` one is what `hslake serve` starts.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hslake_sglang.process import ServerProcess
+from hslake_sglang.process import ServerProcess, _members
 from hslake_sglang.settings import spec_env
 
 from benchmarks.hook.settings import HSLAKE, HTTP, TORCH_SAVE, Settings
@@ -148,12 +149,17 @@ def _clear(file: Path) -> None:
     except (OSError, ValueError):
         return
     for group in found["groups"]:
-        try:
-            if b"sglang.launch_server" in Path(f"/proc/{group}/cmdline").read_bytes():
-                print(f"ending server {group}", file=sys.stderr)
+        if any(b"sglang" in _cmdline(member) for member in _members(group)):
+            print(f"ending server {group}", file=sys.stderr)
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-        except OSError:
-            continue
     for folder in found["folders"]:
         shutil.rmtree(folder, ignore_errors=True)
     file.unlink(missing_ok=True)
+
+
+def _cmdline(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""

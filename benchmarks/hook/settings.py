@@ -22,6 +22,7 @@ class Settings:
     prompts: tuple[int, ...]
     concurrency: tuple[int, ...]
     tokens: int
+    other_tokens: int
     http_tokens: int
     warmup: int
     repeats: int
@@ -54,7 +55,7 @@ class Settings:
 
     def run_tokens(self, mode: str, prompt: int) -> int:
         """Tokens of one run: whole prompts, at least one."""
-        wanted = self.http_tokens if mode == HTTP else self.tokens
+        wanted = {HTTP: self.http_tokens, TORCH_SAVE: self.other_tokens}.get(mode, self.tokens)
         return max(1, -(-wanted // prompt)) * prompt
 
     def in_flight(self, mode: str, concurrency: int, prompt: int) -> int:

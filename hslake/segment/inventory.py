@@ -5,7 +5,7 @@ A segment without one was never finished. Its own digest is in the manifest.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from hslake.errors import Corrupt, InvalidInput, Missing
@@ -25,9 +25,12 @@ class Object:
     sha256: str
 
 
-def describe(key: str, data: bytes) -> Object:
-    """The inventory entry of `data` stored under `key`."""
-    return Object(key, len(data), hashlib.sha256(data).hexdigest())
+def describe(key: str, pieces: Sequence[bytes]) -> Object:
+    """The inventory entry of the object under `key` that `pieces` make up together."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return Object(key, sum(map(len, pieces)), found.hexdigest())
 
 
 def build(segment_id: str, objects: Iterable[Object]) -> bytes:

@@ -32,11 +32,12 @@ class ShardWriter:
         self._parts.append(data)
         self._size += len(data)
 
-    def finish(self) -> bytes:
-        """The shard's bytes. The writer is empty afterwards and must not be used again."""
+    def finish(self) -> list[bytes]:
+        """The shard's bytes, in pieces: joining them would copy hundreds of megabytes. The writer
+        is empty afterwards and must not be used again."""
         index = self._index.tobytes()
         parts, self._parts = self._parts, []
-        return b"".join([*parts, index, crc(index)])
+        return [*parts, index, crc(index)]
 
 
 def parse_index(grid: Grid, data: bytes | memoryview, where: str) -> np.ndarray:

@@ -1,11 +1,16 @@
 """Writing one segment: encode, decode again and compare, store, confirm, inventory last.
 
-A crash anywhere leaves objects without an inventory, which nothing refers to.
+The next samples are encoded while the last shard is hashed and written, so that all cores and the
+disk work at once. A crash anywhere leaves objects without an inventory, which nothing refers to.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +33,15 @@ from hslake.segment.shard import ShardWriter
 from hslake.spec import LakeSpec
 from hslake.store import Store
 
-__all__ = ["SegmentInfo", "SegmentSample", "new_segment_id", "write_segment"]
+__all__ = ["SegmentInfo", "SegmentSample", "StatesDiffer", "new_segment_id", "write_segment"]
+
+_STORING = 2  # shards that are being hashed and written, or wait for it
+_NICE = 10  # of the threads that encode
+_scratch = threading.local()  # where a thread decodes to: fresh memory costs page faults
+
+
+class StatesDiffer(Corrupt):
+    """What was encoded does not have the checksum that was taken at capture."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +76,32 @@ class SegmentInfo:
 
 
 class _Objects:
-    """Stores the objects of one segment and remembers them for the inventory."""
+    """Stores the objects of one segment in the background and remembers them for the inventory."""
 
-    def __init__(self, store: Store, segment_id: str) -> None:
-        self.store, self.prefix = store, segment_prefix(segment_id)
+    def __init__(self, store: Store, segment_id: str, pool: ThreadPoolExecutor) -> None:
+        self.store, self.prefix, self._pool = store, segment_prefix(segment_id), pool
         self.written: list[inventory.Object] = []
+        self._storing: deque[tuple[Future[inventory.Object], Future[None]]] = deque()
 
-    def put(self, key: str, data: bytes) -> None:
-        self.store.put(self.prefix + key, data)
-        self.written.append(inventory.describe(key, data))
+    def put(self, key: str, pieces: Sequence[bytes]) -> None:
+        """Begin to store an object; waits while too many are under way. Raises what storing an
+        earlier one raised."""
+        while len(self._storing) >= _STORING:
+            self._wait()
+        put = self._pool.submit(self.store.put, self.prefix + key, pieces)
+        self._storing.append((self._pool.submit(inventory.describe, key, pieces), put))
+
+    def confirm_all(self) -> None:
+        """Wait until everything is stored, then ask the store for every object's size."""
+        while self._storing:
+            self._wait()
+        for o in self.written:
+            self.confirm(o.key, o.size)
+
+    def _wait(self) -> None:
+        described, put = self._storing.popleft()
+        put.result()
+        self.written.append(described.result())
 
     def confirm(self, key: str, size: int) -> None:
         found = self.store.size(self.prefix + key)
@@ -80,6 +110,17 @@ class _Objects:
                 f"{self.store.url(self.prefix + key)}: the store holds {found} bytes, {size} were "
                 "written; nothing was committed: check the store and compact again"
             )
+
+    def remove(self) -> None:
+        """Take away what was stored of a segment that is given up, as far as that works."""
+        with contextlib.suppress(Exception):
+            while self._storing:
+                self._wait()
+        for o in self.written:
+            with contextlib.suppress(Exception):
+                self.store.delete(self.prefix + o.key)
+        with contextlib.suppress(Exception):
+            self.store.delete_empty(self.prefix)
 
 
 def _check(spec: LakeSpec, sample: SegmentSample) -> int:
@@ -112,15 +153,19 @@ def _encode(spec: LakeSpec, rows: np.ndarray, position: int, where: str) -> tupl
         whole[:n] = rows
         rows = whole
     data = encode_chunk(spec, rows)
-    return data, checksum.rows_checksum(decode_chunk(spec, data, where)[:n], position)
+    out = getattr(_scratch, "out", None)
+    if out is None or out.shape != rows.shape or out.dtype.itemsize != rows.dtype.itemsize:
+        out = None
+    _scratch.out = out = decode_chunk(spec, data, where, out)
+    return data, checksum.rows_checksum(out[:n], position)
 
 
-def _encode_sample(
-    spec: LakeSpec, sample: SegmentSample, length: int, pool: ThreadPoolExecutor
-) -> list[list[bytes]]:
-    """Encoded chunks [stream][chunk]; raises Corrupt when a checksum does not come back."""
+_Jobs = list[list[Future[tuple[bytes, int]]]]  # [stream][chunk]: encoded bytes, partial checksum
+
+
+def _start(spec: LakeSpec, sample: SegmentSample, length: int, pool: ThreadPoolExecutor) -> _Jobs:
     size = spec.geometry.chunk_tokens
-    jobs = [
+    return [
         [
             pool.submit(
                 _encode,
@@ -133,17 +178,54 @@ def _encode_sample(
         ]
         for stream, rows in zip(spec.streams, sample.hidden, strict=True)
     ]
+
+
+def _collect(spec: LakeSpec, sample: SegmentSample, jobs: _Jobs) -> list[list[bytes]]:
+    """Encoded chunks [stream][chunk]; raises StatesDiffer when a checksum does not come back."""
     encoded = []
     for stream, expected, futures in zip(spec.streams, sample.checksum, jobs, strict=True):
         results = [f.result() for f in futures]
         found = checksum.to_int64(sum(part for _, part in results))
         if found != int(expected):
-            raise Corrupt(
+            raise StatesDiffer(
                 f"sample {sample.sample_id}, stream {stream}: checksum {found} after encoding, "
                 f"{expected} at capture: its rows changed in between; capture it again"
             )
         encoded.append([data for data, _ in results])
     return encoded
+
+
+def _encoded(
+    spec: LakeSpec, samples: Iterable[SegmentSample], pool: ThreadPoolExecutor
+) -> Iterator[tuple[SegmentSample, int, list[list[bytes]]]]:
+    """(sample, length, encoded chunks) in order. As many of the next samples as fill a shard are
+    encoded meanwhile, and at least one."""
+    ahead: deque[tuple[SegmentSample, int, _Jobs]] = deque()
+    tokens = 0
+    for sample in samples:
+        length = _check(spec, sample)
+        ahead.append((sample, length, _start(spec, sample, length, pool)))
+        tokens += length
+        while len(ahead) > 1 and tokens > spec.geometry.shard_tokens:
+            first, count, jobs = ahead.popleft()
+            tokens -= count
+            yield first, count, _collect(spec, first, jobs)
+    for first, count, jobs in ahead:
+        yield first, count, _collect(spec, first, jobs)
+
+
+def default_threads() -> int:
+    """Threads that encode: all cores of a small machine; the server beside keeps two of a large
+    one."""
+    cores = os.cpu_count() or 1
+    return cores if cores <= 4 else min(16, cores - 2)
+
+
+def _step_back() -> None:
+    """Let this thread give way to others, above all to the server that fills staging."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _token_chunks(values: np.ndarray | Sequence[int], dtype: np.dtype, size: int) -> list[bytes]:
@@ -166,38 +248,60 @@ def write_segment(
 ) -> SegmentInfo:
     """Write a whole segment; it becomes visible only by the manifest commit that follows.
 
-    Holds one shard of encoded states in memory. Raises InvalidInput for samples that do not fit
-    the spec (or none at all), Corrupt when states, checksums or stored sizes disagree.
+    Holds in memory, encoded: the shard that is being filled, two that are being stored, and the
+    samples that are encoded ahead, which are one shard and one sample together; a shard of the
+    design's model takes about 320 MB. Samples are read when their turn comes.
+
+    Raises InvalidInput for samples that do not fit the spec (or none at all), StatesDiffer when
+    states do not have the checksum of their capture (nothing is left of the segment then), Corrupt
+    when stored sizes disagree.
     """
+    count = threads or default_threads()
+    # Two pools: hashing and writing must not queue behind chunks that are to be encoded.
+    encoders = ThreadPoolExecutor(count, initializer=_step_back)
+    storers = ThreadPoolExecutor(2 * _STORING)
+    objects = _Objects(store, segment_id, storers)
+    try:
+        return _write(spec, segment_id, _encoded(spec, samples, encoders), objects)
+    except StatesDiffer:
+        objects.remove()
+        raise
+    finally:
+        encoders.shutdown(cancel_futures=True)
+        storers.shutdown(cancel_futures=True)
+
+
+def _write(
+    spec: LakeSpec,
+    segment_id: str,
+    samples: Iterable[tuple[SegmentSample, int, list[list[bytes]]]],
+    objects: _Objects,
+) -> SegmentInfo:
     grid, size = hidden_grid(spec), spec.geometry.chunk_tokens
-    objects = _Objects(store, segment_id)
     placements: list[tuple[str, int]] = []
     tokens = raw_bytes = shard_number = 0
     shard: ShardWriter | None = None
     token_chunks: dict[str, list[bytes]] = {name: [] for name in TOKEN_DTYPES}
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        for sample in samples:
-            length = _check(spec, sample)
-            encoded = _encode_sample(spec, sample, length, pool)
-            first, count = tokens // size, len(encoded[0])
-            done = 0
-            while done < count:  # the part of the sample that lies in one shard at a time
-                number, at = divmod(first + done, grid.chunks)
-                if shard is not None and number != shard_number:
-                    objects.put(grid.key(shard_number), shard.finish())
-                    shard = None
-                shard, shard_number = shard or ShardWriter(grid), number
-                part = min(count - done, grid.chunks - at)
-                for stream, chunks in enumerate(encoded):
-                    for i in range(part):
-                        shard.add(stream, at + i, chunks[done + i])
-                done += part
-            for name, dtype in TOKEN_DTYPES.items():
-                values = sample.input_ids if name == "input_ids" else sample.loss_mask
-                token_chunks[name] += _token_chunks(values, dtype, size)
-            placements.append((sample.sample_id, tokens))
-            tokens += count * size
-            raw_bytes += length * spec.bytes_per_token
+    for sample, length, encoded in samples:
+        first, count = tokens // size, len(encoded[0])
+        done = 0
+        while done < count:  # the part of the sample that lies in one shard at a time
+            number, at = divmod(first + done, grid.chunks)
+            if shard is not None and number != shard_number:
+                objects.put(grid.key(shard_number), shard.finish())
+                shard = None
+            shard, shard_number = shard or ShardWriter(grid), number
+            part = min(count - done, grid.chunks - at)
+            for stream, chunks in enumerate(encoded):
+                for i in range(part):
+                    shard.add(stream, at + i, chunks[done + i])
+            done += part
+        for name, dtype in TOKEN_DTYPES.items():
+            values = sample.input_ids if name == "input_ids" else sample.loss_mask
+            token_chunks[name] += _token_chunks(values, dtype, size)
+        placements.append((sample.sample_id, tokens))
+        tokens += count * size
+        raw_bytes += length * spec.bytes_per_token
     if shard is None:
         raise InvalidInput("a segment needs at least one sample, found none")
     objects.put(grid.key(shard_number), shard.finish())
@@ -210,11 +314,10 @@ def write_segment(
                 writer.add(0, i, data)
             objects.put(g.key(number), writer.finish())
     for key, data in metadata_documents(spec, segment_id, tokens).items():
-        objects.put(key, data)
-    for o in objects.written:
-        objects.confirm(o.key, o.size)
+        objects.put(key, [data])
+    objects.confirm_all()
     text = inventory.build(segment_id, objects.written)
-    store.put(objects.prefix + INVENTORY, text)
+    objects.store.put(objects.prefix + INVENTORY, text)
     objects.confirm(INVENTORY, len(text))
     stored = sum(o.size for o in objects.written) + len(text)
     return SegmentInfo(segment_id, placements, tokens, raw_bytes, stored, inventory.digest(text))
