@@ -46,7 +46,7 @@ _UNKNOWN = (
     "mup_width_multiplier",
     "dim_model_base",
 )
-_BLOCK_BYTES = 64 << 20  # of widened head rows at a time
+_BLOCK_BYTES = 16 << 20  # of widened head rows at a time
 
 
 class Unsupported(InvalidInput):

@@ -21,7 +21,8 @@ from hslake.worklist import Worklist
 def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
     """Whether the burst's probes arrived, and how fast."""
     name = "burst"
-    found = f"{burst.samples:,} probes, {burst.tokens:,} tokens in {burst.seconds:.1f} s"
+    probes = f"{burst.samples:,} probe{'s' * (burst.samples != 1)}"
+    found = f"{probes}, {burst.tokens:,} tokens in {burst.seconds:.1f} s"
     if burst.tokens:
         found += f": {burst.rate:,.0f} tokens/s while capturing"
         if len(burst.rates) > 1:

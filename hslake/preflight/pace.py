@@ -48,7 +48,7 @@ def through(quota: Quota, server: float, compactor: float) -> float:
             end = now + busy * size / compactor + TURNAROUND_S
         if event == _EVENTS // 2:
             half = (now, done)
-    return (done - half[1]) * size / (now - half[0])
+    return min(server, compactor, (done - half[1]) * size / (now - half[0]))
 
 
 def slowest(server: float, compactor: float | None, passed_on: float | None) -> tuple[str, float]:

@@ -1,7 +1,7 @@
 """The order of preflight's checks: lake, target, staging, servers, and a timed burst."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +72,17 @@ def preflight(
         bar.advance()
         prompts = make_prompts(lake, listing)
 
-        def expected(tell: Bar) -> Expected:
-            return Expected(
-                lake.spec, listing.missing, prompts, limits, roots, head, probe_timeout, tell.note
-            )
-
-        captured, more = asyncio.run(_ask(lake, urls, expected(bar), burst_s, progress, bar))
-        checks += more
-    more, pace = _after(lake, listing, captured, limits, roots)
-    checks += more
+        expected = Expected(
+            lake.spec, listing.missing, prompts, limits, roots, head, probe_timeout, bar.note
+        )
+        told, ready = asyncio.run(_ask(urls, expected, bar))
+        checks += told
+    captured = None
+    if burst_s > 0:  # with a bar of its own
+        captured, told = asyncio.run(_burst(lake, ready, expected, burst_s, progress))
+        checks += told
+    told, pace = _after(lake, listing, captured, limits, roots)
+    checks += told
     shown = [without_secrets(u) for u in urls]
     return PreflightReport(lake_url, shown, not any(c.ok == FAIL for c in checks), checks, pace)
 
@@ -108,43 +110,52 @@ def _head(lake: Lake, model: str | Path | None) -> tuple[LmHead | None, list[Che
 
 
 async def _ask(
-    lake: Lake,
-    urls: Sequence[str],
-    expected: Expected,
-    burst_s: float,
-    progress: ProgressMaker,
-    bar: Bar,
-) -> tuple[_Captured | None, list[Check]]:
-    """Everything that is asked of the servers."""
+    urls: Sequence[str], expected: Expected, bar: Bar
+) -> tuple[list[Check], dict[str, Looked]]:
+    """The checks of every server, and what was seen of those that capture."""
     checks: list[Check] = []
-    ready: list[tuple[Server, Looked]] = []
+    ready: dict[str, Looked] = {}
     async with new_session() as session:
-        for server in [Server(url, session, request_timeout=300.0) for url in urls]:
-            looked = await check_server(server, expected)
+        for url in urls:
+            looked = await check_server(Server(url, session, request_timeout=300.0), expected)
             checks += looked.checks
             if looked.ready:
-                ready.append((server, looked))
+                ready[url] = looked
             bar.advance()
-        if burst_s <= 0:
-            return None, checks
-        if not ready:
-            todo = "mend what failed above, then run preflight again"
-            return None, [*checks, warned(_BURST, "not run: no server is ready", todo)]
-        captured, trouble = await _burst(lake, ready, expected, burst_s, progress)
-        return captured, [*checks, *trouble]
+    return checks, ready
 
 
 async def _burst(
     lake: Lake,
-    ready: Sequence[tuple[Server, Looked]],
+    ready: Mapping[str, Looked],
     expected: Expected,
     burst_s: float,
     progress: ProgressMaker,
 ) -> tuple[_Captured | None, list[Check]]:
-    prompts: Prompts = expected.prompts.within(min(looked.longest for _, looked in ready))
+    """The burst, or the check that says why there was none."""
+    if not ready:
+        todo = "mend what failed above, then run preflight again"
+        return None, [warned(_BURST, "not run: no server is ready", todo)]
+    prompts: Prompts = expected.prompts.within(min(looked.longest for looked in ready.values()))
     if not prompts.planned:
         return None, [warned(_BURST, "not run: no planned sample is left", "plan samples first")]
-    servers = [(server, await server.status()) for server, _ in ready]
+    async with new_session() as session:
+        clients = [Server(url, session) for url in ready]
+        try:
+            servers = [(client, await client.status()) for client in clients]
+            return await _run(lake, servers, prompts, expected, burst_s, progress)
+        except HslakeError as error:
+            return None, [failed(_BURST, str(error), "see the servers' logs")]
+
+
+async def _run(
+    lake: Lake,
+    servers: list[tuple[Server, ServerStatus]],
+    prompts: Prompts,
+    expected: Expected,
+    burst_s: float,
+    progress: ProgressMaker,
+) -> tuple[_Captured | None, list[Check]]:
     roots = [root for root in expected.staging if root.is_dir()]
     compactor = compactor_seen(roots)
     with progress(burst_s, f"{_BURST} (seconds)") as bar:
@@ -157,18 +168,15 @@ async def _burst(
             over = "time is over, waiting for " if seconds >= burst_s else ""
             bar.note(f"{over}{on_the_way} probes on their way")
 
-        try:
-            burst = await run_burst(
-                lake.spec,
-                servers,
-                prompts.planned,
-                burst_s,
-                expected.limits,
-                compactor=compactor,
-                tell=tell,
-            )
-        except HslakeError as error:
-            return None, [failed(_BURST, str(error), "see the servers' logs")]
+        burst = await run_burst(
+            lake.spec,
+            servers,
+            prompts.planned,
+            burst_s,
+            expected.limits,
+            compactor=compactor,
+            tell=tell,
+        )
     if burst is None:
         todo = (
             "run `hslake compact LAKE --staging DIR`, or start the server with larger --max-parts"
