@@ -105,7 +105,7 @@ def test_parts_are_freed_as_their_samples_are_committed(
     made = make_lake(tmp_path, lengths=[5])
     names = made.plan([40, 40, 40, 40])
     writer = made.writer(80)
-    writer._max_parts = 2
+    writer._parts.limit = 2
     for name in names:
         made.put(writer, name)
     writer.set_health(False, "sealed")

@@ -36,7 +36,7 @@ from hslake.store import Store
 __all__ = ["SegmentInfo", "SegmentSample", "StatesDiffer", "new_segment_id", "write_segment"]
 
 _STORING = 2  # shards that are being hashed and written, or wait for it
-_NICE = 10  # of the threads that encode
+_NICE = 10  # of the threads that encode and store
 _scratch = threading.local()  # where a thread decodes to: fresh memory costs page faults
 
 
@@ -215,10 +215,10 @@ def _encoded(
 
 
 def default_threads() -> int:
-    """Threads that encode: all cores of a small machine; the server beside keeps two of a large
-    one."""
+    """Threads that encode: all cores of a small machine, half of a large one, where a server beside
+    needs the other half of each physical core."""
     cores = os.cpu_count() or 1
-    return cores if cores <= 4 else min(16, cores - 2)
+    return cores if cores <= 4 else min(16, max(4, cores // 2))
 
 
 def _step_back() -> None:
@@ -259,7 +259,7 @@ def write_segment(
     count = threads or default_threads()
     # Two pools: hashing and writing must not queue behind chunks that are to be encoded.
     encoders = ThreadPoolExecutor(count, initializer=_step_back)
-    storers = ThreadPoolExecutor(2 * _STORING)
+    storers = ThreadPoolExecutor(2 * _STORING, initializer=_step_back)
     objects = _Objects(store, segment_id, storers)
     try:
         return _write(spec, segment_id, _encoded(spec, samples, encoders), objects)

@@ -88,10 +88,10 @@ class Parts:
     # -- making them ------------------------------------------------------------------------
 
     def wanted(self) -> Path | None:
-        """The part that ought to be made now, so that an empty one is always ready; the caller
-        makes it and calls `add` or `refuse`."""
-        ready = any(not p.used and not p.sealed for p in self.all)
-        if not self._ahead or self._making or ready or len(self.all) >= self.limit:
+        """The part that ought to be made now; the caller makes it and calls `add` or `refuse`.
+
+        All of them at the start: locking memory while the server computes slows it down."""
+        if not self._ahead or self._making or len(self.all) >= self.limit:
             return None
         if self._refusal and 0 <= self._clock() - self._refused_at < _RETRY_S:
             return None

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,23 +25,21 @@ log = logging.getLogger("hslake")
 
 IN_FLIGHT = 2  # forwards whose tensors may be held at a time, the running one included
 _POLL_S = 0.005
-
-
-class Landing(Protocol):
-    """What is behind the last copy of a forward: a CUDA event."""
-
-    def synchronize(self) -> None:
-        """Wait until all of it has happened. Raises what the device raises."""
+_AFTER_YOU_S = 0.005
 
 
 class Side(Protocol):
     """Where copies run beside the server's own work."""
 
-    def run(self, launch: Callable[[], None]) -> Landing:
-        """Have `launch` work behind what the caller has launched so far."""
+    def mark(self) -> Any:
+        """Remember what the caller has launched so far: a forward that is still to compute."""
 
     def enter(self) -> None:
-        """Called once in the thread that waits for landings."""
+        """Called once in the thread that copies."""
+
+    def copy(self, mark: Any, launch: Callable[[], None]) -> None:
+        """In that thread: have `launch` work on what was there at `mark`, and wait for its end.
+        Raises what the device raises."""
 
 
 class CudaSide:
@@ -50,19 +49,27 @@ class CudaSide:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, launch: Callable[[], None]) -> Landing:
+    def mark(self) -> Any:
         """See Side."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         # Blocking: the waiting thread must not spin beside the scheduler.
-        landed = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            launch()
-            landed.record()
-        return landed
+        mark = torch.cuda.Event(blocking=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
 
     def enter(self) -> None:
         """See Side."""
         torch.cuda.set_device(self._device)
+
+    def copy(self, mark: Any, launch: Callable[[], None]) -> None:
+        """See Side."""
+        mark.synchronize()
+        # The forward's own answer is next on its way to the host, behind whatever is copied now.
+        time.sleep(_AFTER_YOU_S)
+        landed = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            launch()
+            landed.record()
+        landed.synchronize()
 
 
 @dataclass
@@ -70,7 +77,7 @@ class Flight:
     """The rows of one forward on their way; `digests` is int64 [stream, 4, row] on the host."""
 
     pieces: list[tuple[Piece, Reservation]]
-    started: float
+    started: float = 0.0  # when the forward had been computed
     digests: torch.Tensor | None = None
 
 
@@ -90,10 +97,10 @@ class Copies:
         self._side, self._land, self._fail = side, land, fail
         self.in_flight = 0  # changed under the lock
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Flight, Landing, list[torch.Tensor]]]
+        self._queue: queue.SimpleQueue[tuple[Flight, Any, list[torch.Tensor]]]
         self._queue = queue.SimpleQueue()
         if side is not None:
-            threading.Thread(target=self._wait_forever, name="hslake-copies", daemon=True).start()
+            threading.Thread(target=self._copy_forever, name="hslake-copies", daemon=True).start()
 
     def turn(self, deadline: float) -> bool:
         """Wait until the next forward's tensors may be held too. False: not by `deadline`."""
@@ -120,19 +127,19 @@ class Copies:
 
         The tensors must not be written to any more; they are kept until they are copied.
         """
-        flight = Flight(pieces, time.monotonic())
+        flight = Flight(pieces)
         # On the server's own stream: its buffer of ids may be the next batch's soon.
         ids = input_ids.to(torch.int32, copy=True)
         if self._side is None:
             self._launch(flight, streams, ids)
             self._land(flight)
             return
-        landing = self._side.run(lambda: self._launch(flight, streams, ids))
         with self._lock:
             self.in_flight += 1
-        self._queue.put((flight, landing, [*streams, ids]))
+        self._queue.put((flight, self._side.mark(), [*streams, ids]))
 
     def _launch(self, flight: Flight, streams: Sequence[torch.Tensor], ids: torch.Tensor) -> None:
+        flight.started = time.monotonic()
         digests = torch.stack([row_digests(stream) for stream in streams])
         if digests.is_cuda:
             flight.digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
@@ -146,20 +153,20 @@ class Copies:
                 copy_bits(stream[rows], view)
             torch.from_numpy(views.input_ids).copy_(ids[rows], non_blocking=True)
 
-    def _wait_forever(self) -> None:
+    def _copy_forever(self) -> None:
         assert self._side is not None
         self._side.enter()
         while True:
-            flight, landing, sources = self._queue.get()
+            flight, mark, held = self._queue.get()
             try:
-                landing.synchronize()
-                sources.clear()  # only now may their memory be anybody else's
+                self._side.copy(mark, partial(self._launch, flight, held[:-1], held[-1]))
+                held.clear()  # only now may their memory be anybody else's
                 self._land(flight)
             except Exception as error:
                 log.exception("hslake: a copy into staging failed")
                 self._fail(error)
             finally:
-                sources.clear()
+                held.clear()
                 with self._lock:
                     self.in_flight -= 1
 

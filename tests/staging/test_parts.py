@@ -50,15 +50,14 @@ def make_ahead(w):
     return True
 
 
-def test_one_empty_part_is_always_ready(tmp_path):
+def test_all_parts_are_made_at_the_start(tmp_path):
     w = writer(tmp_path)
-    assert not make_ahead(w)  # the first is empty
-    put(w, "a", 10, 1)
-    assert make_ahead(w) and not make_ahead(w)
-    put(w, "b", 10, 2)  # fills the second
-    assert make_ahead(w) and len(w._parts.all) == 3
-    put(w, "c", 10, 3)
-    assert not make_ahead(w)  # the cap
+    assert make_ahead(w) and make_ahead(w)
+    assert not make_ahead(w) and len(w._parts.all) == 3  # the cap
+    for name in "abc":
+        put(w, name, 10, 1)
+    with pytest.raises(NoSpace, match="all 3 parts are full"):
+        put(w, "d", 10, 1)
 
 
 def test_a_part_that_is_being_made_is_not_wanted_again(tmp_path):
