@@ -198,6 +198,7 @@ class Measure:
         found = self.side.check(sources, sent)
         found.drain_s = drain
         row |= {"found": asdict(found), "dropped": dropped, "armed": document["armed"]}
+        row["hook"] = [w.get("hook") for w in document["writers"]]
         if not document["armed"]:
             row["errors"].append(f"the hook is not armed: {document['error']}")
         if not results.verified(row["found"]):

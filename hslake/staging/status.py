@@ -22,6 +22,7 @@ _MAX_EVENTS = 5000
 # What a writer says about the hook's own work, and what stands for a writer that says nothing.
 NO_FIGURES: dict[str, float] = {
     "forwards": 0,
+    "forward_s": 0.0,
     "in_flight": 0,
     "wait_s": 0.0,
     "wait_max_s": 0.0,

@@ -109,12 +109,15 @@ class Capture:
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         if not self.armed:
             return
+        began = time.monotonic()
         try:
             step(*args)
         except Exception as error:
             log.exception("hslake: the capture failed")
             if self.armed:
                 self.disarm(f"{type(error).__name__}: {error}")
+        finally:
+            self.figures.forward_s += time.monotonic() - began
 
     def _before_forward(self, batch: Any) -> None:
         self._forget()

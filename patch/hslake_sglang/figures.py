@@ -9,6 +9,7 @@ class Figures:
 
     gpu_bytes: int = 0  # of GPU memory that the capture may take
     forwards: int = 0  # with rows of the lake's samples
+    forward_s: float = 0.0  # that forwards spent in the hook, waits included
     wait_s: float = 0.0  # that forwards were held up, by staging without room or earlier copies
     wait_max_s: float = 0.0
     copies: int = 0  # forwards whose rows have arrived in staging
@@ -30,6 +31,7 @@ class Figures:
         """The figures by the schema's names; `in_flight` forwards are being copied now."""
         return {
             "forwards": self.forwards,
+            "forward_s": round(self.forward_s, 6),
             "in_flight": in_flight,
             "wait_s": round(self.wait_s, 6),
             "wait_max_s": round(self.wait_max_s, 6),

@@ -21,6 +21,7 @@ _FIGURES = (
     ("free_rows", "gauge", "free_rows", "Staging rows that can be reserved now."),
     ("capacity_rows", "gauge", "capacity_rows", "Staging rows of all parts of this writer."),
     ("forwards", "counter", "forwards", "Forward passes whose rows were taken."),
+    ("forward_seconds", "counter", "forward_s", "Time forward passes spent in the hook."),
     ("forwards_in_flight", "gauge", "in_flight", "Forward passes with copies not yet complete."),
     ("wait_seconds", "counter", "wait_s", "Time forward passes waited for staging."),
     ("wait_max_seconds", "gauge", "wait_max_s", "Longest wait of one forward pass."),
