@@ -216,22 +216,21 @@ class Capture:
             if found.issued != piece.position:
                 return None, f"rows from position {piece.position} came after {found.issued} rows"
             return found, None
-        began = time.monotonic()
         while True:
             try:
                 with self._lock:
                     place: Reservation = self.writer.begin(piece.rid)
-                self._waited += time.monotonic() - began
                 return place, None
             except InvalidInput as error:
                 return None, str(error)
             except NoSpace as error:
-                if time.monotonic() >= self._deadline:
-                    self._waited += time.monotonic() - began
+                began = time.monotonic()
+                if began >= self._deadline:
                     return None, f"no space: {error}"
             time.sleep(_POLL_S)
             with self._lock:
                 self._tick()
+            self._waited += time.monotonic() - began
 
     def _lose(self, piece: Piece, reason: str) -> None:
         self._remember(piece.rid.attempt)

@@ -144,7 +144,7 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
     path = made.folder / "status.json"
     status = json.loads(path.read_text())
     status["hook"] = {
-        **{"forwards": 7, "in_flight": 2, "wait_s": 1.5, "wait_max_s": 0.75},
+        **{"forwards": 7, "forward_s": 3.5, "in_flight": 2, "wait_s": 1.5, "wait_max_s": 0.75},
         **{"copies": 9, "copy_s": 4.5, "copy_max_s": 2.25, "gpu_bytes": 1 << 30},
     }
     status["engine"] = {**status["engine"], "dp_rank": "3"}
@@ -159,6 +159,7 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
         "hslake_free_rows": status["free_rows"],
         "hslake_capacity_rows": status["capacity_rows"],
         "hslake_forwards_total": 7,
+        "hslake_forward_seconds_total": 3.5,
         "hslake_forwards_in_flight": 2,
         "hslake_wait_seconds_total": 1.5,
         "hslake_wait_max_seconds": 0.75,

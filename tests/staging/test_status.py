@@ -203,7 +203,7 @@ def test_the_hooks_figures_are_passed_on_and_nought_without_them(tmp_path: Path)
     path.write_text(json.dumps(status))
     hook = read_status(tmp_path)["writers"][0]["hook"]
     assert set(hook) == {
-        *("forwards", "in_flight", "wait_s", "wait_max_s"),
+        *("forwards", "forward_s", "in_flight", "wait_s", "wait_max_s"),
         *("copies", "copy_s", "copy_max_s", "gpu_bytes"),
     }
     assert not any(hook.values())
