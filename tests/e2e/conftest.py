@@ -19,7 +19,7 @@ import pytest
 from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
-from examples.sglang_cpu import cpu_server
+from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.plan import plan_files
 
 CHUNK = 32
@@ -158,3 +158,9 @@ def ram() -> Iterator[Path]:
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="hslake-e2e-", dir=base) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def deepseek(ram: Path) -> Path:
+    """The folder of a small DeepSeek-V3 shaped model; its servers need cpu_server.env(deepseek)."""
+    return tiny_deepseek.make(ram / "deepseek")

@@ -110,11 +110,13 @@ def stage(
             watcher = pool.submit(
                 compact, made.lake, [made.staging], watch=True, stop=stop.is_set, interval_s=0.5
             )
-            facts["extract"] = driver.result()
+            try:
+                facts["extract"] = driver.result()
+            finally:
+                stop.set()
         facts["traffic"], facts["events"] = traffic, events(made.url)
         facts["status"] = client.get(made.url + "/hslake/status")
         facts["alive at the end"] = made.server.alive()
-        stop.set()
         facts["compact"] = watcher.result(60)
     facts["log"] = made.server.log.read_text("utf-8", "replace")
     facts["last compact"] = compact(made.lake, [made.staging])

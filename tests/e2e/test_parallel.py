@@ -50,11 +50,6 @@ LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def deepseek(ram: Path) -> Path:
-    return tiny_deepseek.make(ram / "deepseek")
-
-
-@pytest.fixture(scope="module")
 def samples() -> dict[str, list[int]]:
     rng = np.random.default_rng(3)
     lengths = (*LENGTHS, 50, 77, 3, 40)
@@ -103,6 +98,7 @@ def stage(
             "traffic": traffic,
             "events": events(made.url),
             "status": client.get(made.url + "/hslake/status"),
+            "shared memory": list(made.server._loads),
         }
     compact(made.lake, [made.staging])
     yield made
@@ -118,6 +114,13 @@ def test_one_writer_for_each_dp_rank(stage: Stage) -> None:
     assert sorted(ranks) == [(str(layout.tp), str(i)) for i in range(layout.dp)]
     assert all(w["samples_captured"] > 0 for w in writers(stage)), "one rank got no request"
     assert stage.facts["status"]["armed"] is True and stage.facts["traffic"].failures == []
+
+
+def test_nothing_stays_in_shared_memory(stage: Stage) -> None:
+    found = stage.facts["shared memory"]
+    queues = [path for path in found if "shm_mq" in path.name]
+    assert len(queues) == (1 if stage.facts["layout"].tp > 1 else 0)
+    assert found and not any(path.exists() for path in found)
 
 
 def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, list[int]]) -> None:

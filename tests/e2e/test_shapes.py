@@ -145,13 +145,15 @@ def stage(
             beside = pool.submit(
                 compact, made.lake, [made.staging], watch=True, stop=stop.is_set, interval_s=0.2
             )
-            facts["extract"] = extract(
-                made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
-            )
+            try:
+                facts["extract"] = extract(
+                    made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
+                )
+            finally:
+                stop.set()
         facts["traffic"] = traffic
         facts["events"] = events(made.url)
         facts["status"] = client.get(made.url + "/hslake/status")
-        stop.set()
         facts["compact"] = beside.result(60)
     facts["log"] = made.server.log.read_text("utf-8", "replace")
     compact(made.lake, [made.staging])
