@@ -6,6 +6,7 @@ folder; `make e2e` makes both. Without them these tests fail: they are never ski
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,11 @@ SOURCES = ("A1", "B3", "B4")
 # Around the chunk's edge, one token, and long ones; together few enough for two cores.
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 96, 120, 180, 7)
 SINK = 462
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A terminated run stops its servers as an interrupted one does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def needed(name: str, what: str) -> Path:
