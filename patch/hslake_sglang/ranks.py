@@ -34,16 +34,20 @@ def of(runner: Any) -> Rank:
     """The Rank of SGLang's ModelRunner `runner`."""
     settings = runner.server_args
     context = _context()
+    # Plain data parallelism runs one engine per replica, whose number newer versions keep in the
+    # context, older ones in the runner; within a replica there is no attention DP.
     if context is not None and hasattr(context, "attn_tp_rank"):
         tp, cp = int(context.attn_tp_rank), int(getattr(context, "attn_cp_rank", 0))
         attention_dp = int(getattr(context, "attn_dp_rank", 0))
+        replica = getattr(context, "dp_rank", None)
     else:
         from sglang.srt.layers import dp_attention
 
         tp, cp = int(dp_attention.get_attention_tp_rank()), 0
         attention_dp = int(dp_attention.get_attention_dp_rank())
-    # Plain data parallelism runs one engine per replica: their rank is the runner's own.
-    replica = getattr(runner, "dp_rank", None)
-    dp = attention_dp or (int(replica) if replica is not None else 0)
+        replica = None
+    if replica is None:
+        replica = getattr(runner, "dp_rank", None)
+    dp = attention_dp or int(replica or 0)
     sizes = [getattr(settings, name, 1) or 1 for name in ("dp_size", "attn_dp_size")]
     return Rank(tp, cp, dp, int(getattr(settings, "tp_size", 1) or 1), max(map(int, sizes)))

@@ -24,6 +24,7 @@ from tests.e2e.traffic import Traffic, events
 
 TOLERANCE = 5e-5
 LAST = tiny_deepseek.LAYERS
+LONG = 8192
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Layout:
     streams: tuple[str, ...]
     tp: int = 1
     dp: int = 1
+    chunk: int = CHUNK
+    long: bool = False  # also a sample of LONG tokens, which fills a part to its last row
 
     @property
     def args(self) -> list[str]:
@@ -44,7 +47,7 @@ class Layout:
 
 LAYOUTS = (
     Layout("tp1", f"final,{LAST},0", ("0", str(LAST), "final")),  # nothing of SGLang's own capture
-    Layout("tp2", "eagle3", ("2", "3", "4", "final"), tp=2),
+    Layout("tp2", "eagle3", ("2", "3", "4", "final"), tp=2, chunk=1024, long=True),
     Layout("tp2dp2", f"5,{LAST},0,1", ("0", "1", "5", str(LAST)), tp=2, dp=2),
 )
 
@@ -59,8 +62,17 @@ def samples() -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truth(deepseek: Path, samples: dict[str, list[int]]) -> dict[str, States]:
-    return reference_states(deepseek, torch.float64, samples)
+def long_sample() -> list[int]:
+    return np.random.default_rng(4).integers(2, tiny_deepseek.VOCAB, LONG).tolist()
+
+
+@pytest.fixture(scope="module")
+def truth(
+    deepseek: Path, samples: dict[str, list[int]], long_sample: list[int]
+) -> dict[str, States]:
+    # In float64 the long one would take 6 GB.
+    long = reference_states(deepseek, torch.float32, {"long": long_sample})
+    return reference_states(deepseek, torch.float64, samples) | long
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: layout.name)
@@ -70,20 +82,24 @@ def stage(
     sglang_python: Path,
     deepseek: Path,
     samples: dict[str, list[int]],
+    long_sample: list[int],
 ) -> Iterator[Stage]:
     layout: Layout = request.param
+    planned = {**samples, "long": long_sample} if layout.long else samples
     made = set_stage(
         ram / layout.name,
         sglang_python,
         deepseek,
-        samples,
+        planned,
         capture=layout.capture,
         dtype="float32",
         args=layout.args,
         env=cpu_server.env(2 // layout.tp, deepseek=True, ranks=layout.tp),
-        chunk=CHUNK * layout.dp,  # SGLang gives each DP rank its share
+        chunk=layout.chunk * layout.dp,  # SGLang gives each DP rank its share
+        max_total_tokens=2 * LONG,
+        part_tokens=LONG if layout.long else 1024,
     )
-    made.facts["layout"] = layout
+    made.facts |= {"layout": layout, "planned": planned}
     lake8 = hslake.open(made.lake).spec.lake8
     alone = samples["s08"]
     with made.server:
@@ -123,7 +139,8 @@ def test_nothing_stays_in_shared_memory(stage: Stage) -> None:
     assert found and not any(path.exists() for path in found)
 
 
-def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, list[int]]) -> None:
+def test_every_sample_once_from_whichever_rank(stage: Stage) -> None:
+    samples = stage.facts["planned"]
     ended = [(e["sample_id"], e["state"]) for e in stage.facts["events"]]
     assert sorted(ended) == sorted((name, "captured") for name in [*samples, "alone"])
     lake = hslake.open(stage.lake)
@@ -133,12 +150,10 @@ def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, 
     assert verify(stage.lake, level="full").ok
 
 
-def test_every_row_of_every_stream(
-    stage: Stage, truth: dict[str, States], samples: dict[str, list[int]]
-) -> None:
+def test_every_row_of_every_stream(stage: Stage, truth: dict[str, States]) -> None:
     lake = hslake.open(stage.lake)
     assert lake.spec.streams == stage.facts["layout"].streams
-    for name, ids in samples.items():
+    for name, ids in stage.facts["planned"].items():
         sample = lake.read(name)
         assert sample.input_ids.tolist() == ids
         for i, stream in enumerate(lake.spec.streams):
