@@ -118,6 +118,7 @@ e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	export HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL))
 	output=$$(mktemp -d); failed=0; beside=
 	trap 'kill $$beside 2>/dev/null || true; wait; rm -rf "$$output"' EXIT
+	trap 'exit 130' INT TERM
 	for name in $(BESIDE); do
 	  $(MOUNTS) $(VENV)/bin/python -m pytest -rs -p no:cacheprovider tests/e2e/test_$$name.py \
 	    >"$$output/$$name" 2>&1 & beside="$$beside $$!"

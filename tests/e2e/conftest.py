@@ -21,6 +21,9 @@ from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
+from hslake.extractreport import ExtractReport
 from hslake.plan import plan_files
 
 CHUNK = 32
@@ -142,6 +145,18 @@ def set_stage(
         max_parts=max_parts,
     )
     return Stage(lake, staging, server)
+
+
+def capture_all(stage: Stage, *, where: str | None = None, **limits: Any) -> ExtractReport:
+    """`hslake extract` on the stage's server. What interrupts it interrupts the tests too."""
+    try:
+        options = ExtractOptions(where=where, limits=Limits(**limits))
+        report = extract(stage.lake, [stage.url], options)
+    finally:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # extract has had its own
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return report
 
 
 def plain_server(folder: Path, python: Path, model: Path, dtype: str) -> ServerProcess:

@@ -103,8 +103,8 @@ def stage(
             facts |= besiege(made, samples, lake8)
             facts["besieged"] = events(made.url)
             # An extract that comes now waits for the compactor, which comes a moment later.
-            limits = Limits(requests=6, patience=120)
-            driver = pool.submit(extract, made.lake, [made.url], ExtractOptions(limits=limits))
+            options = ExtractOptions(limits=Limits(requests=6, patience=120))
+            driver = pool.submit(extract, made.lake, [made.url], options)
             time.sleep(3)
             facts["waited"] = not driver.done() and free_rows() == 0
             watcher = pool.submit(

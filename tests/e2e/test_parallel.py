@@ -13,12 +13,10 @@ import torch
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt
 from hslake.verify import verify
 from tests.e2e import client
-from tests.e2e.conftest import CHUNK, LENGTHS, Stage, set_stage
+from tests.e2e.conftest import CHUNK, LENGTHS, Stage, capture_all, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
 from tests.e2e.traffic import Traffic, events
 
@@ -104,9 +102,7 @@ def stage(
     alone = samples["s08"]
     with made.server:
         with Traffic(made.url, vocab=tiny_deepseek.VOCAB, new_tokens=8) as traffic:
-            made.facts["extract"] = extract(
-                made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
-            )
+            capture_all(made, requests=6)
         # With nothing else to do, the other DP rank runs along on an idle batch.
         rid = RequestId(lake8, new_attempt(), len(alone), "A1", "alone")
         client.generate(made.url, alone, rid=rid.encode())

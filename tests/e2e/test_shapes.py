@@ -15,13 +15,11 @@ import torch
 
 import hslake
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
 from hslake.verify import verify
 from tests.e2e import client
-from tests.e2e.conftest import SINK, Stage, set_stage
+from tests.e2e.conftest import SINK, Stage, capture_all, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states
 from tests.e2e.traffic import Traffic, events, journal, wait_open
 
@@ -146,9 +144,7 @@ def stage(
                 compact, made.lake, [made.staging], watch=True, stop=stop.is_set, interval_s=0.2
             )
             try:
-                facts["extract"] = extract(
-                    made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
-                )
+                capture_all(made, requests=6)
             finally:
                 stop.set()
         facts["traffic"] = traffic

@@ -21,15 +21,13 @@ import pytest
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt
 from hslake.staging import scan
 from hslake.staging.folder import COMPACT_LOCK
 from hslake.staging.locks import is_locked
 from hslake.verify import verify
 from tests.e2e import client
-from tests.e2e.conftest import Stage, set_stage
+from tests.e2e.conftest import Stage, capture_all, set_stage
 from tests.e2e.traffic import Traffic, events, wait_for
 
 PART, PARTS = 256, 3
@@ -98,9 +96,7 @@ def fill(folder: Path) -> Path:
 
 
 def ask(stage: Stage, source: str) -> Any:
-    limits = Limits(requests=4, patience=120)
-    where = f"source = '{source}'"
-    return extract(stage.lake, [stage.url], ExtractOptions(where=where, limits=limits))
+    return capture_all(stage, where=f"source = '{source}'", requests=4, patience=120)
 
 
 def full_tmpfs(stage: Stage, sender: Sender) -> None:
