@@ -8,6 +8,7 @@ splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +37,11 @@ def row_weights(position: int, rows: int) -> np.ndarray:
     """B[position..position + rows), uint64."""
     start = np.uint64((1 << 40) + position)
     return mix(np.arange(rows, dtype=np.uint64) + start) | np.uint64(1)
+
+
+@lru_cache(maxsize=2)
+def _first_weights(rows: int) -> np.ndarray:
+    return row_weights(0, rows)
 
 
 def as_lanes(rows: np.ndarray) -> np.ndarray:
@@ -129,19 +135,33 @@ def row_stats(values: np.ndarray) -> RowStats:
     return RowStats(total, peak, bad, values.size)
 
 
-def fold(digests: np.ndarray, position: int, width: int) -> tuple[int, RowStats]:
-    """Partial checksum and statistics of n rows of `width` values out of their digests.
+def fold(
+    digests: np.ndarray, pieces: Sequence[tuple[int, int, int]], width: int
+) -> list[list[tuple[int, RowStats]]]:
+    """Partial checksums and statistics of pieces of rows of `width` values, [piece][stream].
 
-    `digests`: int64 [4, n], of each row the sum of its weighted lanes (mod 2**64), then, as the bit
-    patterns of float64, sum of squares and absolute maximum of its finite values, and the count of
-    the others. `position`: place of the first row in its sample.
+    `digests`: int64 [stream, 4, row], of each row the sum of its weighted lanes (mod 2**64), then,
+    as the bit patterns of float64, sum of squares and absolute maximum of its finite values, and
+    the count of the others. `pieces`: (row, count > 0, position in the sample), rows ascending and
+    apart. A fixed number of NumPy calls, however many pieces there are.
     """
-    sums, squares, peaks, bad = np.ascontiguousarray(digests)
-    total = (sums.view(np.uint64) * row_weights(position, len(sums))).sum(dtype=np.uint64)
-    stats = RowStats(
-        float(squares.view(np.float64).sum()),
-        float(peaks.view(np.float64).max(initial=0.0)),
-        int(bad.sum()),
-        len(sums) * width,
-    )
-    return int(total), stats
+    if not pieces:
+        return []
+    longest = max(position + count for _, count, position in pieces)
+    table = _first_weights(1 << (longest - 1).bit_length())
+    rows = np.concatenate([np.arange(row, row + n) for row, n, _ in pieces])
+    weights = np.concatenate([table[at : at + n] for _, n, at in pieces])
+    mine = digests[:, :, rows]
+    starts = np.cumsum([0, *(n for _, n, _ in pieces)])[:-1]
+    sums = np.add.reduceat(mine[:, 0].view(np.uint64) * weights, starts, axis=1)
+    squares = np.add.reduceat(mine[:, 1].view(np.float64), starts, axis=1)
+    peaks = np.maximum.reduceat(mine[:, 2].view(np.float64), starts, axis=1)
+    bad = np.add.reduceat(mine[:, 3], starts, axis=1)
+    columns = (a.T.tolist() for a in (sums, squares, peaks, bad))
+    return [
+        [
+            (total, RowStats(square, peak, wrong, n * width))
+            for total, square, peak, wrong in zip(*of_piece, strict=True)
+        ]
+        for (_, n, _), *of_piece in zip(pieces, *columns, strict=True)
+    ]

@@ -68,4 +68,7 @@ def _in_blocks(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> 
 def digest(rows: torch.Tensor, position: int = 0) -> tuple[int, RowStats]:
     """Partial checksum (0 <= sum < 2**64, the bits of hslake.checksum.rows_checksum) and
     statistics of `rows` [n, hidden]; `position`: place of the first row in its sample."""
-    return fold(row_digests(rows).cpu().numpy(), position, rows.shape[1])
+    if not len(rows):
+        return 0, RowStats()
+    digests = row_digests(rows).cpu().numpy()[None]
+    return fold(digests, [(0, len(rows), position)], rows.shape[1])[0][0]

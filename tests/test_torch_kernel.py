@@ -36,7 +36,7 @@ def test_the_kernel_gives_the_cpus_digests(dtype: torch.dtype, rows: int, hidden
     assert (found[[0, 2, 3]] == expected[[0, 2, 3]]).all()
     assert found[1].view(np.float64) == pytest.approx(expected[1].view(np.float64), rel=1e-12)
     bits = part.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
-    total, stats = checksum.fold(found, 7, hidden)
+    [[(total, stats)]] = checksum.fold(found[None], [(0, rows, 7)], hidden)
     assert total == checksum.rows_checksum(bits.view(f"u{bits.itemsize}"), 7)
     assert stats.nonfinite == expected[3].sum() and stats.count == rows * hidden
 

@@ -57,9 +57,9 @@ class FrameWriter:
         self._map[: len(_HEAD)] = _HEAD
         self._at, self._seq = len(_HEAD), 0
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one row as one frame; it is visible to readers only when whole."""
-        batch = pa.RecordBatch.from_pylist([row], schema=self._schema)
+    def append(self, *rows: dict[str, Any]) -> None:
+        """Write rows as one frame; it is visible to readers only when whole."""
+        batch = pa.RecordBatch.from_pylist(list(rows), schema=self._schema)
         payload = batch.serialize().to_pybytes()
         self.room(_extent(len(payload)))
         end = self._at + _extent(len(payload))

@@ -75,6 +75,7 @@ class Part:
         self.in_flight = 0  # copies on their way into its rows, also of reservations given up
         self.incarnations: dict[str, int] = {}  # attempt -> its last one here
         self.rows: list[dict[str, Any]] = []
+        self._unwritten: list[dict[str, Any]] = []
         (path / READ_LOCK).touch()
         shape = [len(spec.streams), self.capacity, spec.hidden_size]
         (path / "hidden_states/zarr.json").write_text(
@@ -101,17 +102,24 @@ class Part:
         self._journal.room(size)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Append one journal row."""
+        """Add one journal row, to be written by `flush`."""
         full = {"reason": None, "checksum": None, "rms": None, "absmax": None, "nonfinite": None}
         full.update(row)
-        self._journal.append(full)
-        self.rows.append(full)
+        self._unwritten.append(full)
+
+    def flush(self) -> None:
+        """Write what was logged, in one frame."""
+        if self._unwritten:
+            self._journal.append(*self._unwritten)
+            self.rows += self._unwritten
+            self._unwritten = []
 
     def seal(self) -> None:
         """Write `manifest.arrow` (the journal's rows as an Arrow IPC file): no more rows come.
         Raises NoSpace or OSError when it cannot be written; the part stays open then."""
         if self.sealed:
             return
+        self.flush()
         table = pa.Table.from_pylist(self.rows, schema=arrow_schema("journal"))
         check_room(self.path, 2 * table.nbytes, reserve=SMALL_RESERVE)
         with (

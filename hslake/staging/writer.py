@@ -31,7 +31,7 @@ class StagingWriter:
 
     Not thread-safe: one caller at a time, but for `make_part`, which is for a thread of its own
     when parts are to be made `ahead` of need. `page_lock` is called with address and size of every
-    map.
+    map. `buffered`: what is to be journalled is written by `flush` or the next `tick`, in one go.
     Raises NoSpace at start when no part fits.
     """
 
@@ -50,6 +50,7 @@ class StagingWriter:
         silent_s: float = 60.0,
         page_lock: PageLock | None = None,
         ahead: bool = False,
+        buffered: bool = False,
     ) -> None:
         if part_tokens < 1 or max_parts < 1:
             raise InvalidInput("part_tokens and max_parts must be at least 1")
@@ -69,6 +70,8 @@ class StagingWriter:
             "engine": dict(engine),
         }
         self._open: dict[str, Reservation] = {}
+        self._buffered = buffered
+        self._unwritten: list[dict[str, Any]] = []  # events
         self._events = FrameWriter(self.folder / EVENTS, "events")
         self._cursor = 0
         self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
@@ -202,9 +205,20 @@ class StagingWriter:
 
     # -- upkeep -----------------------------------------------------------------------------
 
+    def flush(self) -> None:
+        """Write the journal rows and then the events that are still in memory."""
+        for part in self._parts.all:
+            part.flush()
+        if self._unwritten:
+            for event in self._unwritten:
+                self._events.append(event)
+            self._unwritten = []
+            self._write_status()
+
     def tick(self) -> None:
         """Recycle finished parts, seal those that are to go, give up attempts that went silent,
         refresh `status.json`."""
+        self.flush()
         now = self._clock()
         for reservation in list(self._open.values()):
             silent, part = now - reservation.touched, reservation.part
@@ -212,6 +226,7 @@ class StagingWriter:
             in_the_way = silent > self._silent_s and (part.passed_over or self._parts.idle(part))
             if in_the_way or silent > self._max_age_s:
                 self.abandon(reservation, "aged")
+        self.flush()
         changed = [self._parts.recycle(), self._parts.seal_due()]
         self._write_status(force=self._status_due or any(changed))
 
@@ -267,6 +282,7 @@ class StagingWriter:
     def _finish(self, reason: str) -> None:
         for reservation in list(self._open.values()):
             self.abandon(reservation, reason)
+        self.flush()
         self._parts.seal_all()
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
@@ -285,12 +301,14 @@ class StagingWriter:
                 **more,
             }
         )
+        if not self._buffered:
+            reservation.part.flush()
 
     def _event(
         self, rid: RequestId, state: str, *, reason: str | None = None, part: str | None = None
     ) -> None:
         self._cursor += 1
-        self._events.append(
+        self._unwritten.append(
             {
                 "seq": self._cursor,
                 "attempt": rid.attempt,
@@ -300,7 +318,8 @@ class StagingWriter:
                 "part": part,
             }
         )
-        self._write_status()
+        if not self._buffered:
+            self.flush()
 
     def _write_status(self, force: bool = False) -> None:
         """Now, or at the next tick when the last time is too short ago: the events file is what

@@ -121,6 +121,7 @@ def _open_writer(
         engine=engine,
         page_lock=page_lock(device),
         ahead=True,
+        buffered=True,
     )
 
 

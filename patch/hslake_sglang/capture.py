@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hslake.checksum import fold
 from hslake.errors import InvalidInput, NoSpace
 from hslake.spec import LakeSpec
 from hslake.staging import Reservation
-from hslake_sglang.copies import Copies, Flight, Side
+from hslake_sglang.copies import IN_FLIGHT, Copies, Flight, Side, wait_below
 from hslake_sglang.figures import Figures
 from hslake_sglang.split import Piece, real_rows, split_batch
 from hslake_sglang.taps import Taps
@@ -26,6 +27,7 @@ log = logging.getLogger("hslake")
 
 MAX_WAIT_S = 1.0  # of one forward: a blocked forward trips SGLang's watchdog
 _POLL_S = 0.02
+_PUMP_S = 0.05  # between looks at copies while no forward comes by
 _TICK_S = 0.25
 _DRAIN_S = 5.0  # of an orderly end
 _REMEMBERED = 100_000
@@ -54,8 +56,8 @@ class Capture:
         self.writer = writer
         self.armed = writer is not None
         self.figures = Figures(gpu_bytes=gpu_bytes)
-        self._lock = threading.Lock()  # around the writer: the threads of upkeep and copies use it
-        self._copies = Copies(side, self._landed, self._failed) if self.armed else None
+        self._lock = threading.Lock()  # around writer and copies: the upkeep thread uses them too
+        self._copies = Copies(side, self._landed)
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._batch: Any = None
         self._pieces: list[Piece] = []
@@ -91,14 +93,14 @@ class Capture:
         """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
         self.armed = False
         self._stop.set()
-        if self.writer is None or self._copies is None:
+        if self.writer is None:
             return
         # What is in flight is still written to: without its end, memory and parts stay as they are
         # for the compactor of a dead writer.
-        if not self._copies.drain(time.monotonic() + _DRAIN_S):
-            log.error("hslake: copies did not end; the compactor takes what is complete")
-            return
         try:
+            if not wait_below(self._copies, 1, time.monotonic() + _DRAIN_S, self._pump):
+                log.error("hslake: copies did not end; the compactor takes what is complete")
+                return
             with self._lock:
                 self.writer.close()
         except Exception:
@@ -121,6 +123,8 @@ class Capture:
 
     def _before_forward(self, batch: Any) -> None:
         self._forget()
+        if self._copies.in_flight:
+            self._pump(in_forward=True)
         if not is_prefill(batch):
             return
         lengths = batch.extend_seq_lens_cpu
@@ -130,15 +134,16 @@ class Capture:
         prefixes = batch.extend_prefix_lens_cpu
         self._pieces = split_batch(batch.rids or [], lengths, prefixes, self.spec.lake8)
         self._deadline, self._waited = time.monotonic() + MAX_WAIT_S, 0.0
-        assert self._copies is not None
         # Whosever rows these are, the capture makes the model keep their states: that is bounded.
-        began = time.monotonic()
-        in_time = self._copies.turn(self._deadline)
-        self._waited += time.monotonic() - began
-        if not in_time:
-            for piece in self._pieces:
-                self._lose(piece, "the copies of earlier forwards did not end in time")
-            self._pieces = []
+        if self._copies.in_flight >= IN_FLIGHT:
+            began = time.monotonic()
+            pump = partial(self._pump, in_forward=True)
+            in_time = wait_below(self._copies, IN_FLIGHT, self._deadline, pump)
+            self._waited += time.monotonic() - began
+            if not in_time:
+                for piece in self._pieces:
+                    self._lose(piece, "the copies of earlier forwards did not end in time")
+                self._pieces = []
         self._batch = batch
         self.taps.listen()
 
@@ -155,13 +160,13 @@ class Capture:
             found = [(piece, self._place(piece, batch)) for piece in self._pieces]
             placed = [(piece, place) for piece, place in found if place is not None]
             if placed:
-                assert self._copies is not None
                 with self._lock:
+                    self.writer.flush()
                     for piece, place in placed:
                         place.issued += piece.count
                         place.part.in_flight += 1
                     self.figures.forwards += 1
-                self._copies.start(placed, streams, batch.input_ids[:rows])
+                    self._copies.start(placed, streams, batch.input_ids[:rows])
         finally:
             self.figures.waited(self._waited)
             self._forget()
@@ -183,28 +188,24 @@ class Capture:
         return reservation
 
     def _landed(self, flight: Flight) -> None:
-        """All rows of a flight are in staging: journal them."""
+        """All rows of a flight are in staging: journal them. The caller holds the lock."""
         assert flight.digests is not None
-        digests, width = flight.digests.numpy(), self.spec.hidden_size
-        seconds = time.monotonic() - flight.started
-        sums = [
-            [fold(d[:, p.row : p.row + p.count], p.position, width) for d in digests]
-            for p, _ in flight.pieces
-        ]
-        with self._lock:
-            self.figures.copied(seconds)
-            for (piece, place), found in zip(flight.pieces, sums, strict=True):
-                place.part.in_flight -= 1
-                if self.writer.get(piece.rid.attempt) is not place:
-                    continue  # given up or started again meanwhile
-                checksums, stats = [c for c, _ in found], [s for _, s in found]
-                if self.writer.wrote(place, piece.position, piece.count, checksums, stats):
-                    self._remember(piece.rid.attempt)
-            self._tick()
+        self.figures.copied(time.monotonic() - flight.started)
+        rows = [(p.row, p.count, p.position) for p, _ in flight.pieces]
+        sums = fold(flight.digests.numpy(), rows, self.spec.hidden_size)
+        for (piece, place), found in zip(flight.pieces, sums, strict=True):
+            place.part.in_flight -= 1
+            if self.writer.get(piece.rid.attempt) is not place:
+                continue  # given up or started again meanwhile
+            checksums, stats = [c for c, _ in found], [s for _, s in found]
+            if self.writer.wrote(place, piece.position, piece.count, checksums, stats):
+                self._remember(piece.rid.attempt)
+        self.writer.flush()
+        self._tick()
 
-    def _failed(self, error: Exception) -> None:
-        if self.armed:
-            self.disarm(f"copies into staging: {type(error).__name__}: {error}")
+    def _pump(self, *, in_forward: bool = False) -> None:
+        with self._lock:
+            self._copies.pump(in_forward=in_forward)
 
     def _reservation(self, piece: Piece) -> tuple[Reservation | None, str | None]:
         """(reservation, None), or (None, why this attempt cannot be stored)."""
@@ -249,13 +250,18 @@ class Capture:
 
     def _tick(self) -> None:
         """Housekeeping; the caller holds the lock."""
-        assert self._copies is not None
         self.writer.set_figures(self.figures.rows(self._copies.in_flight))
         self.writer.tick()
 
     def _keep_up(self) -> None:
-        while not self._stop.wait(_TICK_S):
+        ticked = time.monotonic()
+        while not self._stop.wait(_PUMP_S):
             try:
+                if self._copies.in_flight:
+                    self._pump()
+                if time.monotonic() - ticked < _TICK_S:
+                    continue
+                ticked = time.monotonic()
                 with self._lock:
                     self._tick()  # also when disarmed: what is in staging must get out
                     path = self.writer.wanted_part() if self.armed else None
@@ -264,8 +270,8 @@ class Capture:
             except Exception as error:
                 if not self.armed:
                     return
-                log.exception("hslake: housekeeping of staging failed")
-                self.disarm(f"housekeeping of staging: {type(error).__name__}: {error}")
+                log.exception("hslake: the upkeep failed")
+                self.disarm(f"upkeep: {type(error).__name__}: {error}")
 
     def _make_part(self, path: Path) -> None:
         """Without the lock: allocating and page-locking gigabytes takes seconds."""

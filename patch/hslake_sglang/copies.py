@@ -1,13 +1,13 @@
 """The way of one forward's rows into staging: digests, then copies straight into the Zarr chunks.
 
-On CUDA both run on a stream of their own beside the next forward, into page-locked memory, and a
-thread waits for their end. On a CPU everything is done when `start` returns.
+On CUDA both run on a stream of their own beside the next forward, into page-locked memory; whoever
+calls `pump` launches them and takes in what has landed. No thread of ours launches work while the
+server does: each of its calls would take Python's lock from the thread that feeds the GPU, which
+costs more than the work itself. On a CPU everything is done when `start` returns.
 """
 
-import logging
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,25 +21,21 @@ from hslake.staging import Reservation
 from hslake.torch_checksum import row_digests
 from hslake_sglang.split import Piece
 
-log = logging.getLogger("hslake")
-
 IN_FLIGHT = 2  # forwards whose tensors may be held at a time, the running one included
-_POLL_S = 0.005
-_AFTER_YOU_S = 0.005
+_POLL_S = 0.002
 
 
 class Side(Protocol):
     """Where copies run beside the server's own work."""
 
     def mark(self) -> Any:
-        """Remember what the caller has launched so far: a forward that is still to compute."""
+        """What the caller has launched so far."""
 
-    def enter(self) -> None:
-        """Called once in the thread that copies."""
+    def done(self, mark: Any) -> bool:
+        """Whether all of that has happened. Raises what the device raises."""
 
-    def copy(self, mark: Any, launch: Callable[[], None]) -> None:
-        """In that thread: have `launch` work on what was there at `mark`, and wait for its end.
-        Raises what the device raises."""
+    def run(self, mark: Any, launch: Callable[[], None]) -> Any:
+        """Have `launch` work on what was there at `mark`; returns the mark behind it."""
 
 
 class CudaSide:
@@ -51,71 +47,52 @@ class CudaSide:
 
     def mark(self) -> Any:
         """See Side."""
-        # Blocking: the waiting thread must not spin beside the scheduler.
-        mark = torch.cuda.Event(blocking=True)
+        mark = torch.cuda.Event()
         mark.record(torch.cuda.current_stream(self._device))
         return mark
 
-    def enter(self) -> None:
+    def done(self, mark: Any) -> bool:
         """See Side."""
-        torch.cuda.set_device(self._device)
+        return bool(mark.query())
 
-    def copy(self, mark: Any, launch: Callable[[], None]) -> None:
+    def run(self, mark: Any, launch: Callable[[], None]) -> Any:
         """See Side."""
-        mark.synchronize()
-        # The forward's own answer is next on its way to the host, behind whatever is copied now.
-        time.sleep(_AFTER_YOU_S)
-        landed = torch.cuda.Event(blocking=True)
+        landed = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
             launch()
-            landed.record()
-        landed.synchronize()
+            landed.record(self._stream)
+        return landed
 
 
 @dataclass
 class Flight:
-    """The rows of one forward on their way; `digests` is int64 [stream, 4, row] on the host."""
+    """The rows of one forward on their way. `streams` [rows, hidden] and `ids` [rows] are kept
+    until they are copied; `digests` is int64 [stream, 4, row] on the host."""
 
     pieces: list[tuple[Piece, Reservation]]
-    started: float = 0.0  # when the forward had been computed
+    streams: list[torch.Tensor]
+    ids: torch.Tensor
+    mark: Any = None  # behind the forward
+    landed: Any = None  # behind the copies, once they are launched
+    started: float = 0.0
     digests: torch.Tensor | None = None
 
 
 class Copies:
-    """Starts the copies of forwards and tells of their end, in order.
+    """Copies forwards and hands them to `land` when all of their rows are in place, in order.
 
-    `land(flight)` is called when all of a flight's rows are in place; with a `side` in a thread,
-    where `fail` is called when that or the device failed. Only one thread may call `start`.
+    Not thread-safe: one caller at a time.
     """
 
-    def __init__(
-        self,
-        side: Side | None,
-        land: Callable[[Flight], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        self._side, self._land, self._fail = side, land, fail
-        self.in_flight = 0  # changed under the lock
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Flight, Any, list[torch.Tensor]]]
-        self._queue = queue.SimpleQueue()
-        if side is not None:
-            threading.Thread(target=self._copy_forever, name="hslake-copies", daemon=True).start()
+    def __init__(self, side: Side | None, land: Callable[[Flight], None]) -> None:
+        self._side, self._land = side, land
+        self._flights: deque[Flight] = deque()
 
-    def turn(self, deadline: float) -> bool:
-        """Wait until the next forward's tensors may be held too. False: not by `deadline`."""
-        return self._below(IN_FLIGHT, deadline)
-
-    def drain(self, deadline: float) -> bool:
-        """Wait until nothing is in flight. False: not by `deadline` (time.monotonic seconds)."""
-        return self._below(1, deadline)
-
-    def _below(self, limit: int, deadline: float) -> bool:
-        while self.in_flight >= limit:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
+    @property
+    def in_flight(self) -> int:
+        """Forwards that are not copied yet."""
+        return len(self._flights)
 
     def start(
         self,
@@ -123,52 +100,86 @@ class Copies:
         streams: Sequence[torch.Tensor],
         input_ids: torch.Tensor,
     ) -> None:
-        """Take the rows of `pieces` out of `streams` [rows, hidden] and `input_ids` [rows].
-
-        The tensors must not be written to any more; they are kept until they are copied.
-        """
-        flight = Flight(pieces)
-        # On the server's own stream: its buffer of ids may be the next batch's soon.
-        ids = input_ids.to(torch.int32, copy=True)
+        """Take the rows of `pieces` out of `streams` and `input_ids`, which the forward that was
+        launched last computes. The streams must not be written to any more."""
+        # The server's buffer of ids may be the next batch's soon.
+        flight = Flight(pieces, list(streams), input_ids.to(torch.int32, copy=True))
         if self._side is None:
-            self._launch(flight, streams, ids)
+            _launch(flight)
             self._land(flight)
-            return
-        with self._lock:
-            self.in_flight += 1
-        self._queue.put((flight, self._side.mark(), [*streams, ids]))
-
-    def _launch(self, flight: Flight, streams: Sequence[torch.Tensor], ids: torch.Tensor) -> None:
-        flight.started = time.monotonic()
-        digests = torch.stack([row_digests(stream) for stream in streams])
-        if digests.is_cuda:
-            flight.digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
-            flight.digests.copy_(digests, non_blocking=True)
         else:
-            flight.digests = digests
-        for piece, reservation in flight.pieces:
-            rows = slice(piece.row, piece.row + piece.count)
-            views = reservation.rows(piece.position, piece.count)
-            for stream, view in zip(streams, views.hidden, strict=True):
-                copy_bits(stream[rows], view)
-            torch.from_numpy(views.input_ids).copy_(ids[rows], non_blocking=True)
+            flight.mark = self._side.mark()
+            self._flights.append(flight)
 
-    def _copy_forever(self) -> None:
-        assert self._side is not None
-        self._side.enter()
-        while True:
-            flight, mark, held = self._queue.get()
-            try:
-                self._side.copy(mark, partial(self._launch, flight, held[:-1], held[-1]))
-                held.clear()  # only now may their memory be anybody else's
-                self._land(flight)
-            except Exception as error:
-                log.exception("hslake: a copy into staging failed")
-                self._fail(error)
-            finally:
-                held.clear()
-                with self._lock:
-                    self.in_flight -= 1
+    def pump(self, *, in_forward: bool) -> None:
+        """Launch the copies of computed forwards, and land what has arrived.
+
+        `in_forward`: called by the server's own thread ahead of the next forward. By then it has
+        launched the last one's answer, and copies line up behind that: in front they would hold
+        it up. Otherwise only forwards that have been computed are looked at.
+        """
+        side = self._side
+        while self._flights and side is not None:
+            flight = self._flights[0]
+            if flight.landed is None and not in_forward and not side.done(flight.mark):
+                return
+            for each in self._flights if in_forward else [flight]:
+                if each.landed is None:
+                    mark = side.mark() if in_forward else each.mark
+                    each.landed = side.run(mark, partial(_launch, each))
+            if not side.done(flight.landed):
+                return
+            self._flights.popleft()
+            flight.streams.clear()  # only now may their memory be anybody else's
+            self._land(flight)
+
+
+def wait_below(copies: Copies, limit: int, deadline: float, pump: Callable[[], None]) -> bool:
+    """Pump until fewer than `limit` forwards are in flight. False: not by `deadline` (seconds of
+    time.monotonic)."""
+    pump()
+    while copies.in_flight >= limit:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+        pump()
+    return True
+
+
+def _launch(flight: Flight) -> None:
+    flight.started = time.monotonic()
+    digests = torch.stack([row_digests(stream) for stream in flight.streams])
+    if digests.is_cuda:
+        flight.digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
+        flight.digests.copy_(digests, non_blocking=True)
+    else:
+        flight.digests = digests
+    for row, count, place, position in runs(flight.pieces):
+        memory = place.part.memory
+        first = place.row_start + position
+        rows, target = slice(row, row + count), slice(first, first + count)
+        for stream, hidden in zip(flight.streams, memory.hidden, strict=True):
+            copy_bits(stream[rows], hidden[target])
+        ids = torch.from_numpy(memory.input_ids[target])
+        ids.copy_(flight.ids[rows], non_blocking=True)
+
+
+def runs(
+    pieces: Sequence[tuple[Piece, Reservation]],
+) -> list[tuple[int, int, Reservation, int]]:
+    """(row of the forward, count, reservation, position in it) of rows that can be copied at once:
+    pieces that lie side by side both in the forward and in one part are one."""
+    found: list[tuple[int, int, Reservation, int]] = []
+    for piece, place in pieces:
+        if found:
+            row, count, first, position = found[-1]
+            end = first.row_start + position + count
+            beside = piece.row == row + count and place.row_start + piece.position == end
+            if beside and place.part is first.part:
+                found[-1] = (row, count + piece.count, first, position)
+                continue
+        found.append((piece.row, piece.count, place, piece.position))
+    return found
 
 
 def copy_bits(tensor: torch.Tensor, view: np.ndarray) -> None:

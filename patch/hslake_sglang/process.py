@@ -16,7 +16,8 @@ from types import TracebackType
 from hslake.errors import CheckFailed, NoSpace
 from hslake_sglang import serve as _serve
 
-_LOADS = "/dev/shm/sglang_loads_"  # SGLang's load figures, which it leaves behind when killed
+# What SGLang leaves behind: its load figures when killed, and with several ranks 25 MB always.
+_LOADS = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")
 
 
 def free_port() -> int:
@@ -168,9 +169,9 @@ class ServerProcess:
         self.stop()
 
 
-def mapped_files(group: int, prefix: str) -> set[Path]:
-    """Files with names beginning with `prefix` that processes of process group `group` have
-    mapped."""
+def mapped_files(group: int, prefix: str | tuple[str, ...]) -> set[Path]:
+    """Files with names beginning with `prefix` (or one of them) that processes of process group
+    `group` have mapped."""
     found: set[Path] = set()
     for process in _members(group):
         with contextlib.suppress(OSError):  # it has ended meanwhile

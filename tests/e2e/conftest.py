@@ -6,6 +6,7 @@ folder; `make e2e` makes both. Without them these tests fail: they are never ski
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ import pytest
 from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
-from examples.sglang_cpu import cpu_server
+from examples.sglang_cpu import cpu_server, tiny_deepseek
+from hslake.drive import Limits
+from hslake.extract import ExtractOptions, extract
+from hslake.extractreport import ExtractReport
 from hslake.plan import plan_files
 
 CHUNK = 32
@@ -28,6 +32,11 @@ SOURCES = ("A1", "B3", "B4")
 # Around the chunk's edge, one token, and long ones; together few enough for two cores.
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 96, 120, 180, 7)
 SINK = 462
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A terminated run stops its servers as an interrupted one does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def needed(name: str, what: str) -> Path:
@@ -138,6 +147,18 @@ def set_stage(
     return Stage(lake, staging, server)
 
 
+def capture_all(stage: Stage, *, where: str | None = None, **limits: Any) -> ExtractReport:
+    """`hslake extract` on the stage's server. What interrupts it interrupts the tests too."""
+    try:
+        options = ExtractOptions(where=where, limits=Limits(**limits))
+        report = extract(stage.lake, [stage.url], options)
+    finally:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # extract has had its own
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return report
+
+
 def plain_server(folder: Path, python: Path, model: Path, dtype: str) -> ServerProcess:
     """SGLang as it is, with the flags that serve would have added, and no hook at work."""
     port = free_port()
@@ -158,3 +179,9 @@ def ram() -> Iterator[Path]:
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="hslake-e2e-", dir=base) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def deepseek(ram: Path) -> Path:
+    """The folder of a small DeepSeek-V3 shaped model; its servers need cpu_server.env(deepseek)."""
+    return tiny_deepseek.make(ram / "deepseek")

@@ -10,10 +10,8 @@ import torch
 import hslake
 from hslake.checksum import sample_checksum, to_float32
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.lake import Lake
-from tests.e2e.conftest import set_stage
+from tests.e2e.conftest import capture_all, set_stage
 from tests.e2e.reference import reference_states, row_errors
 
 
@@ -25,7 +23,7 @@ def lake(
     folder.mkdir()
     made = set_stage(folder, sglang_python, model_dir, prompts, capture="eagle3", dtype="bfloat16")
     with made.server:
-        extract(made.lake, [made.url], ExtractOptions(limits=Limits(requests=6)))
+        capture_all(made, requests=6)
     compact(made.lake, [made.staging])  # the server is gone: its staging is still good
     yield hslake.open(made.lake)
 

@@ -14,14 +14,12 @@ import torch
 import hslake
 from examples.sglang_cpu import cpu_server
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
 from hslake.staging import read_part, scan
 from hslake.streams import draft_ids
 from tests.e2e import client
-from tests.e2e.conftest import Stage, plain_server, set_stage
+from tests.e2e.conftest import Stage, capture_all, plain_server, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
 
 TOLERANCE = 1e-5
@@ -50,9 +48,7 @@ def stage(
         client.generate(made.url, talk[0], rid="hslake.somebody.else")
         made.facts["status before"] = client.get(made.url + "/hslake/status")
         made.facts["aborted"] = _abort_and_send_again(made.url, spec.lake8)
-        made.facts["extract"] = extract(
-            made.lake, [made.url], ExtractOptions(limits=Limits(requests=CONCURRENCY))
-        )
+        capture_all(made, requests=CONCURRENCY)
         made.facts["status after"] = client.get(made.url + "/hslake/status")
         made.facts["compact"] = compact(made.lake, [made.staging])
         made.facts["alive"] = made.server.alive()

@@ -13,17 +13,16 @@ import torch
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt
 from hslake.verify import verify
 from tests.e2e import client
-from tests.e2e.conftest import CHUNK, LENGTHS, Stage, set_stage
+from tests.e2e.conftest import CHUNK, LENGTHS, Stage, capture_all, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
 from tests.e2e.traffic import Traffic, events
 
 TOLERANCE = 5e-5
 LAST = tiny_deepseek.LAYERS
+LONG = 8192
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class Layout:
     streams: tuple[str, ...]
     tp: int = 1
     dp: int = 1
+    chunk: int = CHUNK
+    long: bool = False  # also a sample of LONG tokens, which fills a part to its last row
 
     @property
     def args(self) -> list[str]:
@@ -44,14 +45,9 @@ class Layout:
 
 LAYOUTS = (
     Layout("tp1", f"final,{LAST},0", ("0", str(LAST), "final")),  # nothing of SGLang's own capture
-    Layout("tp2", "eagle3", ("2", "3", "4", "final"), tp=2),
+    Layout("tp2", "eagle3", ("2", "3", "4", "final"), tp=2, chunk=1024, long=True),
     Layout("tp2dp2", f"5,{LAST},0,1", ("0", "1", "5", str(LAST)), tp=2, dp=2),
 )
-
-
-@pytest.fixture(scope="module")
-def deepseek(ram: Path) -> Path:
-    return tiny_deepseek.make(ram / "deepseek")
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +60,17 @@ def samples() -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truth(deepseek: Path, samples: dict[str, list[int]]) -> dict[str, States]:
-    return reference_states(deepseek, torch.float64, samples)
+def long_sample() -> list[int]:
+    return np.random.default_rng(4).integers(2, tiny_deepseek.VOCAB, LONG).tolist()
+
+
+@pytest.fixture(scope="module")
+def truth(
+    deepseek: Path, samples: dict[str, list[int]], long_sample: list[int]
+) -> dict[str, States]:
+    # In float64 the long one would take 6 GB.
+    long = reference_states(deepseek, torch.float32, {"long": long_sample})
+    return reference_states(deepseek, torch.float64, samples) | long
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: layout.name)
@@ -75,27 +80,29 @@ def stage(
     sglang_python: Path,
     deepseek: Path,
     samples: dict[str, list[int]],
+    long_sample: list[int],
 ) -> Iterator[Stage]:
     layout: Layout = request.param
+    planned = {**samples, "long": long_sample} if layout.long else samples
     made = set_stage(
         ram / layout.name,
         sglang_python,
         deepseek,
-        samples,
+        planned,
         capture=layout.capture,
         dtype="float32",
         args=layout.args,
         env=cpu_server.env(2 // layout.tp, deepseek=True, ranks=layout.tp),
-        chunk=CHUNK * layout.dp,  # SGLang gives each DP rank its share
+        chunk=layout.chunk * layout.dp,  # SGLang gives each DP rank its share
+        max_total_tokens=2 * LONG,
+        part_tokens=LONG if layout.long else 1024,
     )
-    made.facts["layout"] = layout
+    made.facts |= {"layout": layout, "planned": planned}
     lake8 = hslake.open(made.lake).spec.lake8
     alone = samples["s08"]
     with made.server:
         with Traffic(made.url, vocab=tiny_deepseek.VOCAB, new_tokens=8) as traffic:
-            made.facts["extract"] = extract(
-                made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
-            )
+            capture_all(made, requests=6)
         # With nothing else to do, the other DP rank runs along on an idle batch.
         rid = RequestId(lake8, new_attempt(), len(alone), "A1", "alone")
         client.generate(made.url, alone, rid=rid.encode())
@@ -103,6 +110,7 @@ def stage(
             "traffic": traffic,
             "events": events(made.url),
             "status": client.get(made.url + "/hslake/status"),
+            "shared memory": list(made.server._loads),
         }
     compact(made.lake, [made.staging])
     yield made
@@ -120,7 +128,15 @@ def test_one_writer_for_each_dp_rank(stage: Stage) -> None:
     assert stage.facts["status"]["armed"] is True and stage.facts["traffic"].failures == []
 
 
-def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, list[int]]) -> None:
+def test_nothing_stays_in_shared_memory(stage: Stage) -> None:
+    found = stage.facts["shared memory"]
+    queues = [path for path in found if "shm_mq" in path.name]
+    assert len(queues) == (1 if stage.facts["layout"].tp > 1 else 0)
+    assert found and not any(path.exists() for path in found)
+
+
+def test_every_sample_once_from_whichever_rank(stage: Stage) -> None:
+    samples = stage.facts["planned"]
     ended = [(e["sample_id"], e["state"]) for e in stage.facts["events"]]
     assert sorted(ended) == sorted((name, "captured") for name in [*samples, "alone"])
     lake = hslake.open(stage.lake)
@@ -130,12 +146,10 @@ def test_every_sample_once_from_whichever_rank(stage: Stage, samples: dict[str, 
     assert verify(stage.lake, level="full").ok
 
 
-def test_every_row_of_every_stream(
-    stage: Stage, truth: dict[str, States], samples: dict[str, list[int]]
-) -> None:
+def test_every_row_of_every_stream(stage: Stage, truth: dict[str, States]) -> None:
     lake = hslake.open(stage.lake)
     assert lake.spec.streams == stage.facts["layout"].streams
-    for name, ids in samples.items():
+    for name, ids in stage.facts["planned"].items():
         sample = lake.read(name)
         assert sample.input_ids.tolist() == ids
         for i, stream in enumerate(lake.spec.streams):

@@ -15,13 +15,11 @@ import torch
 
 import hslake
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
 from hslake.verify import verify
 from tests.e2e import client
-from tests.e2e.conftest import SINK, Stage, set_stage
+from tests.e2e.conftest import SINK, Stage, capture_all, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states
 from tests.e2e.traffic import Traffic, events, journal, wait_open
 
@@ -145,13 +143,13 @@ def stage(
             beside = pool.submit(
                 compact, made.lake, [made.staging], watch=True, stop=stop.is_set, interval_s=0.2
             )
-            facts["extract"] = extract(
-                made.lake, [made.url], ExtractOptions(limits=Limits(requests=6))
-            )
+            try:
+                capture_all(made, requests=6)
+            finally:
+                stop.set()
         facts["traffic"] = traffic
         facts["events"] = events(made.url)
         facts["status"] = client.get(made.url + "/hslake/status")
-        stop.set()
         facts["compact"] = beside.result(60)
     facts["log"] = made.server.log.read_text("utf-8", "replace")
     compact(made.lake, [made.staging])

@@ -1,7 +1,6 @@
 """A writer in memory that keeps the contract of StagingWriter and can be told to fail."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -17,17 +16,12 @@ class Slot:
     def __init__(self, rid: RequestId, spec: LakeSpec) -> None:
         lanes = np.uint32 if spec.dtype == "float32" else np.uint16
         self.rid, self.length, self.filled, self.issued = rid, rid.length, 0, 0
-        self.part = SimpleNamespace(in_flight=0)
         self.hidden = np.zeros((len(spec.streams), rid.length, spec.model.hidden_size), lanes)
         self.input_ids = np.full(rid.length, -1, np.int32)
+        memory = SimpleNamespace(hidden=list(self.hidden), input_ids=self.input_ids)
+        self.part, self.row_start = SimpleNamespace(in_flight=0, memory=memory), 0
         self.sums = [0] * len(spec.streams)
         self.stats = [RowStats()] * len(spec.streams)
-
-    def rows(self, position: int, n: int) -> Any:
-        end = position + n
-        return SimpleNamespace(
-            hidden=[h[position:end] for h in self.hidden], input_ids=self.input_ids[position:end]
-        )
 
     def checksums(self) -> list[int]:
         return [to_int64(s) for s in self.sums]
@@ -78,6 +72,9 @@ class RecordingWriter:
 
     def set_figures(self, figures: dict[str, float]) -> None:
         self.figures = figures
+
+    def flush(self) -> None:
+        pass
 
     def tick(self) -> None:
         self.ticks += 1

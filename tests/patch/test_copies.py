@@ -4,7 +4,6 @@ The side here does its copies when it is told to, as late as a test likes; on CU
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hslake_sglang import capture as module
 from hslake_sglang.capture import Capture
+from hslake_sglang.copies import runs
 from hslake_sglang.taps import Taps, find_logits_processors, logits_inputs
 
 from hslake.checksum import sample_checksum
@@ -21,24 +21,38 @@ from tests.patch.test_capture import STREAMS, sample
 from tests.patch.toy import Toy, make_batch, make_spec
 
 
+class Copy:
+    """Copies that were launched, and what they do when they happen."""
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self.launch, self.happened = launch, False
+
+
 class LateSide:
-    """Copies happen when `release` has been called once for each forward, and not before."""
+    """Copies happen when `release` has been called once for each forward, and not before.
+    `computed`: whether the forwards have been."""
 
     def __init__(self) -> None:
-        self._go = threading.Semaphore(0)
+        self.released, self.launched, self.computed = 0, 0, True
 
     def mark(self) -> None:
-        pass
+        return None
 
-    def enter(self) -> None:
-        pass
+    def done(self, mark: Copy | None) -> bool:
+        if mark is None:
+            return self.computed
+        if not mark.happened and self.released:
+            self.released -= 1
+            mark.launch()
+            mark.happened = True
+        return mark.happened
 
-    def copy(self, mark: None, launch: Callable[[], None]) -> None:
-        assert self._go.acquire(timeout=30)
-        launch()
+    def run(self, mark: None, launch: Callable[[], None]) -> Copy:
+        self.launched += 1
+        return Copy(launch)
 
     def release(self, forwards: int = 1) -> None:
-        self._go.release(forwards)
+        self.released += forwards
 
 
 class Server:
@@ -55,6 +69,7 @@ class Server:
             max_parts=max_parts,
             fingerprint={"config": None, "weights": None},
             engine={"hook_version": "1"},
+            buffered=True,
         )
         self.capture = Capture(
             self.spec, Taps(self.model, self.spec), self.writer, side=self.side, upkeep=False
@@ -71,18 +86,19 @@ class Server:
         self.model(batch.input_ids)
         batch.input_ids.zero_()  # the server's buffer is the next batch's
 
+    @property
+    def in_flight(self) -> int:
+        return self.capture._copies.in_flight
+
     def land(self, forwards: int = 1) -> None:
-        copies = self.capture._copies
-        assert copies is not None
-        expected = copies.in_flight - forwards
+        expected = self.in_flight - forwards
         self.side.release(forwards)
-        end = time.monotonic() + 30
-        while copies.in_flight > expected and time.monotonic() < end:
-            time.sleep(0.002)
-        assert copies.in_flight == expected
+        self.capture._pump()
+        assert self.in_flight == expected
 
     def journal(self) -> dict[str, list[str]]:
         """States of every attempt's incarnations, by part."""
+        self.writer.flush()
         found: dict[str, list[str]] = {}
         for path in sorted(self.writer.folder.glob("part-*")):
             for row in read_part(path).reserved:
@@ -117,12 +133,42 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_nothing_is_journalled_before_its_copy_has_landed(server: Server) -> None:
     a, pa = sample("a", 9)
     server.forward((a.encode(), pa, 0, 9))
-    time.sleep(0.05)
+    server.capture._pump()
     assert server.journal() == {a.attempt: ["open"]}
     assert server.writer._counts["samples_captured"] == 0
     server.land()
     assert server.journal() == {a.attempt: ["complete"]}
     server.check(a.attempt, pa)
+
+
+def test_copies_line_up_behind_the_answer_or_wait_until_it_is_computed(server: Server) -> None:
+    server.side.computed = False
+    a, pa = sample("a", 4)
+    server.forward((a.encode(), pa, 0, 4))
+    server.capture._pump()  # no forward has come by since
+    assert server.side.launched == 0
+    server.forward(("somebody else", [1, 2], 0, 2))
+    assert server.side.launched == 1
+    b, pb = sample("b", 4)
+    server.forward((b.encode(), pb, 0, 4))
+    server.side.computed = True
+    server.land(2)
+    assert server.side.launched == 2
+    server.check(a.attempt, pa)
+    server.check(b.attempt, pb)
+
+
+def test_neighbours_are_copied_at_once(server: Server) -> None:
+    (a, pa), (b, pb), (c, pc) = sample("a", 4, 1), sample("b", 5, 2), sample("c", 3, 3)
+    stranger = ("somebody else", [1, 2], 0, 2)
+    server.forward((a.encode(), pa, 0, 4), (b.encode(), pb, 0, 3), stranger, (c.encode(), pc, 0, 3))
+    (flight,) = server.capture._copies._flights
+    places = [place for _, place in flight.pieces]
+    assert runs(flight.pieces) == [(0, 7, places[0], 0), (9, 3, places[2], 0)]
+    server.forward((b.encode(), pb, 3, 2))
+    server.land(2)
+    for rid, prompt in ((a, pa), (b, pb), (c, pc)):
+        server.check(rid.attempt, prompt)
 
 
 def test_a_chunk_may_follow_one_that_is_still_on_its_way(server: Server) -> None:
@@ -151,7 +197,7 @@ def test_at_most_two_forwards_are_held_and_the_wait_for_them_is_bounded(
     samples = [sample(name, 4, i) for i, name in enumerate("abcd")]
     for rid, prompt in samples[:3]:
         server.forward((rid.encode(), prompt, 0, 4))
-    assert server.capture._copies is not None and server.capture._copies.in_flight == 2
+    assert server.in_flight == 2
     late = samples[2][0].attempt
     assert late not in server.journal() and server.capture.armed
     assert server.writer._counts["dropped"] == 1
@@ -218,9 +264,10 @@ def test_a_copy_that_fails_disarms(server: Server, caplog: pytest.LogCaptureFixt
     server.forward((a.encode(), pa, 0, 9))
     memory = server.writer._parts.all[0].memory
     memory.input_ids = memory.input_ids[:0]  # what the device would report is an error like any
-    server.land()
+    server.side.release()
+    server.forward(("somebody else", [1, 2], 0, 2))
     assert not server.capture.armed and "DISARMED" in caplog.text
-    assert "copies into staging" in str(server.writer._health[1])
+    assert "Error" in str(server.writer._health[1])
     server.forward((a.encode(), pa, 0, 9))
     assert server.journal() == {a.attempt: ["abandoned"]}
 
@@ -235,6 +282,7 @@ def test_parts_are_made_beside_the_forwards(tmp_path: Path) -> None:
         fingerprint={"config": None, "weights": None},
         engine={"hook_version": "1"},
         ahead=True,
+        buffered=True,
     )
     capture = Capture(spec, Taps(model, spec), writer)
     (processor,) = find_logits_processors(model)
