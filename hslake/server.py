@@ -5,6 +5,7 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +17,7 @@ from hslake.errors import Conflict, InvalidInput, Missing, without_secrets
 from hslake.ids import RequestId
 from hslake.schemas import validate
 
+API_KEY = "HSLAKE_API_KEY"
 STATUS_PATH = "/hslake/status"
 EVENTS_A_CALL = 5000  # at most so many events come with one status
 CAPTURED, DROPPED = "captured", "dropped"
@@ -195,11 +197,14 @@ def check_url(url: str) -> str:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session without limits of its own: the driver bounds what is in flight."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),
-        headers={"content-type": "application/json"},
-    )
+    """A session without limits of its own: the driver bounds what is in flight.
+
+    It sends the API key in HSLAKE_API_KEY, where there is one (of servers with --api-key)."""
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(API_KEY):
+        headers["authorization"] = f"Bearer {key}"
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+    return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class Server:

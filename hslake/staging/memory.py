@@ -24,7 +24,7 @@ def bits_dtype(itemsize: int) -> np.dtype:
 
 def part_bytes(spec: LakeSpec, capacity: int) -> int:
     """Bytes of staging one part of `capacity` rows takes."""
-    return capacity * (spec.bytes_per_token + 4) + (1 << 20)
+    return capacity * (spec.bytes_per_token + 4) + (2 << 20)
 
 
 class PartMemory:

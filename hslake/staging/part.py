@@ -13,16 +13,17 @@ import pyarrow as pa
 
 from hslake.schemas import arrow_schema
 from hslake.spec import LakeSpec
-from hslake.staging.files import replacing
 from hslake.staging.frames import FrameWriter
 from hslake.staging.memory import PartMemory
-from hslake.staging.space import SMALL_RESERVE, check_room
+from hslake.staging.space import SMALL_RESERVE, allocate, check_room
 from hslake.zarrmeta import array_metadata
 
 JOURNAL = "journal"
 _UNBORN = "journal.new"  # until the part is one
 METADATA = "zarr.json"
 SEALED = "manifest.arrow"
+_UNSEALED = "manifest.arrow.new"
+_SEAL_BYTES = 1 << 18
 DONE = "DONE"
 READ_LOCK = "read.lock"
 
@@ -70,6 +71,7 @@ class Part:
         self.capacity = len(memory.input_ids)
         self.used, self.sealed = 0, False
         self.touched = 0.0  # when the last row was logged, on the writer's clock
+        self.seal_failed = False  # for want of room
         self.passed_over = False  # a sample found no room here: to be sealed when nobody fills it
         self.open = 0  # reservations that are neither complete nor abandoned
         self.in_flight = 0  # copies on their way into its rows, also of reservations given up
@@ -88,6 +90,9 @@ class Part:
         # The journal makes the folder a part: it gets its name after everything it speaks about.
         # Metadata with neither name beside it is then a part that lost its journal.
         self._journal = FrameWriter(path / _UNBORN, "journal")
+        # When staging is full its parts must still get out: room for their sealing is taken now.
+        with (path / _UNSEALED).open("wb") as f:
+            allocate(f.fileno(), _SEAL_BYTES)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
         (path / METADATA).write_text(json.dumps(group))
         (path / _UNBORN).rename(path / JOURNAL)
@@ -121,13 +126,16 @@ class Part:
             return
         self.flush()
         table = pa.Table.from_pylist(self.rows, schema=arrow_schema("journal"))
-        check_room(self.path, 2 * table.nbytes, reserve=SMALL_RESERVE)
-        with (
-            replacing(self.path / SEALED) as temporary,
-            pa.OSFile(str(temporary), "wb") as f,
-            pa.ipc.new_file(f, table.schema) as writer,
-        ):
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_file(buffer, table.schema) as writer:
             writer.write_table(table)
+        data = buffer.getvalue()
+        if len(data) > _SEAL_BYTES:
+            check_room(self.path, len(data), reserve=SMALL_RESERVE)
+        with (self.path / _UNSEALED).open("r+b") as f:
+            f.write(data)
+            f.truncate()
+        (self.path / _UNSEALED).rename(self.path / SEALED)
         self.sealed = True
 
     def let_go(self) -> PartMemory:
@@ -154,6 +162,6 @@ def reset_folder(path: Path, new: Path) -> None:
     It is DONE, which goes late: whatever happens in between, no reader looks into it, and it never
     looks like a part that lost its journal.
     """
-    for name in (METADATA, JOURNAL, SEALED, DONE, READ_LOCK):
+    for name in (METADATA, JOURNAL, SEALED, _UNSEALED, DONE, READ_LOCK):
         (path / name).unlink(missing_ok=True)
     path.rename(new)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hslake.errors import NoSpace
 from hslake.spec import LakeSpec
+from hslake.staging.files import is_full
 from hslake.staging.folder import COMPACT_LOCK
 from hslake.staging.locks import try_lock
 from hslake.staging.memory import PageLock, PartMemory
@@ -119,7 +120,7 @@ class Parts:
 
     def refuse(self, reason: str) -> None:
         """The wanted part could not be made: nobody is promised its rows until one can."""
-        if reason != self._refusal:
+        if self._refusal is None:
             log.warning("%s: no further part for now: %s", self._folder, reason)
         self._making, self._refusal, self._refused_at = False, reason, self._clock()
 
@@ -174,6 +175,8 @@ class Parts:
             except (NoSpace, OSError) as error:
                 memory.close()
                 shutil.rmtree(fresh, ignore_errors=True)
+                if isinstance(error, OSError) and not is_full(error):
+                    raise
                 log.warning(
                     "%s is given up, a new part is made when there is room: %s", fresh, error
                 )
@@ -202,4 +205,8 @@ def seal(part: Part) -> None:
     try:
         part.seal()
     except (NoSpace, OSError) as error:
-        log.warning("%s is not sealed yet: %s", part.path, error)
+        if isinstance(error, OSError) and not is_full(error):
+            raise
+        if not part.seal_failed:
+            log.warning("%s is not sealed yet: %s", part.path, error)
+        part.seal_failed = True

@@ -6,6 +6,7 @@ knows, so it may be behind the events file and is never ahead of it.
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hslake.staging.reader import WriterDir, scan
 _MAX_EVENTS = 5000
 
 # What a writer says about the hook's own work, and what stands for a writer that says nothing.
+_MOMENT_S = 0.02
 NO_FIGURES: dict[str, float] = {
     "forwards": 0,
     "forward_s": 0.0,
@@ -59,7 +61,7 @@ class StatusReader:
                 for w in found
             }
             writers = [self._writer(w, (since or {}).get(w.writer_id, 0), limit) for w in found]
-        return _document([w for w in writers if w is not None])
+        return document([w for w in writers if w is not None])
 
     def _writer(self, found: WriterDir, cursor: int, limit: int) -> dict[str, Any] | None:
         try:
@@ -104,10 +106,12 @@ def _summary(found: WriterDir) -> dict[str, Any]:
     Raises FileNotFoundError.
     """
     path = found.path / STATUS
-    data = path.read_bytes()  # replaced as a whole: never seen half written
     try:
-        status = parse_json(data, str(path))
-        validate(status, "status", str(path), "writer")
+        try:
+            status = _parsed(path)
+        except InvalidInput:  # half written, on a full filesystem: whole in a moment
+            time.sleep(_MOMENT_S)
+            status = _parsed(path)
         if status["writer"] != found.writer_id:
             raise InvalidInput(f"{path} is that of writer {status['writer']!r}: it was moved here")
     except InvalidInput as error:
@@ -128,12 +132,19 @@ def _summary(found: WriterDir) -> dict[str, Any]:
     return status
 
 
+def _parsed(path: Path) -> dict[str, Any]:
+    status: dict[str, Any] = parse_json(path.read_bytes(), str(path))
+    validate(status, "status", str(path), "writer")
+    return status
+
+
 def read_status(root: Path, since: Mapping[str, int] | None = None) -> dict[str, Any]:
     """One look at every writer under `root`, events after `since[writer]`. Raises Missing."""
     return StatusReader(root).read(since)
 
 
-def _document(writers: list[dict[str, Any]]) -> dict[str, Any]:
+def document(writers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `writers` say together: the answer of /hslake/status."""
     alive = [w for w in writers if w["alive"]]
     known = [w for w in alive if w["lake_id"]]
     errors = [w["error"] for w in alive if w["error"]]

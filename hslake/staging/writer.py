@@ -12,7 +12,7 @@ from hslake.checksum import RowStats, to_int64
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId
 from hslake.spec import LakeSpec
-from hslake.staging.files import replacing
+from hslake.staging.files import is_full, replace_text
 from hslake.staging.folder import EVENTS, STATUS, make_writer
 from hslake.staging.frames import FrameWriter
 from hslake.staging.memory import PageLock
@@ -77,7 +77,7 @@ class StagingWriter:
         self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
         self._figures: dict[str, float] = {}
         self._health: tuple[bool, str | None] = (True, None)
-        self._status_at, self._status_due = 0.0, False
+        self._status_at, self._status_due, self._status_failed = 0.0, False, False
         self._closed = False
         self._parts = Parts(
             self.folder,
@@ -346,8 +346,12 @@ class StagingWriter:
             "updated_at": now,
         }
         try:
-            with replacing(self.folder / STATUS) as temporary:
-                temporary.write_text(json.dumps(status))
-        except OSError as error:  # somebody else filled staging: the events are what counts
-            log.warning("%s is written at a later tick: %s", self.folder / STATUS, error)
-            self._status_due = True
+            replace_text(self.folder / STATUS, json.dumps(status))
+            self._status_failed = False
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # Somebody else filled staging: the events are what counts.
+            if not self._status_failed:
+                log.warning("%s is written at a later tick: %s", self.folder / STATUS, error)
+            self._status_due = self._status_failed = True

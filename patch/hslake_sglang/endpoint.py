@@ -9,6 +9,7 @@ from typing import Any
 
 from hslake.errors import InvalidInput
 from hslake.staging import StatusReader
+from hslake.staging.status import document
 from hslake_sglang import metrics, report, settings
 
 log = logging.getLogger("hslake")
@@ -64,9 +65,9 @@ def answer(reader: StatusReader, run: str, since: str | None, **options: int) ->
     that this run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it
     is not. `options`: those of StatusReader.read.
     """
-    document = reader.read(parse_since(since), **options)
+    found = reader.read(parse_since(since), **options)["writers"]
     told = report.told(reader.root, run)
-    writers = [w for w in document["writers"] if w["writer"] in told.writers]
+    writers = [w for w in found if w["writer"] in told.writers]
     errors = [*told.errors, *(str(w["error"]) for w in writers if w.get("error"))]
     errors += [
         f"writer {w['writer']} is dead: see the server's log" for w in writers if not w["alive"]
@@ -77,7 +78,7 @@ def answer(reader: StatusReader, run: str, since: str | None, **options: int) ->
         errors.append("no hook has armed in this server; see its log")
     armed = not errors and all(w["armed"] for w in writers)
     error = "; ".join(errors) or None
-    return {**document, "armed": armed, "error": error, "writers": writers}
+    return {**document(writers), "armed": armed, "error": error}
 
 
 def parse_since(text: str | None) -> dict[str, int]:

@@ -21,7 +21,8 @@ RUN = "run1"
 
 
 def writer(name: str, **more: Any) -> dict[str, Any]:
-    return {"writer": name, "alive": True, "armed": True, "error": None, **more}
+    known = {"lake_id": "ab" * 16, "engine": {"run": RUN}}
+    return {"writer": name, "alive": True, "armed": True, "error": None, **known, **more}
 
 
 @pytest.fixture
@@ -246,3 +247,14 @@ def test_every_figure_of_the_docs_exists() -> None:
     document = {"armed": True, "writers": []}
     for family in text_string_to_metric_families(metrics.text(document).decode()):
         assert f"`{family.name}" in docs, family.name
+
+
+def test_each_server_names_its_own_lake(tmp_path: Path) -> None:
+    root = tmp_path / "staging"
+    writers = [staging_writer(root, spec()) for _ in "ab"]
+    for i, w in enumerate(writers):
+        report.tell_writer(root, str(i), w.writer_id)
+        found = endpoint.answer(StatusReader(root), str(i), None)
+        assert found["lake_id"] == w.spec.lake_id
+    for w in writers:
+        w.close()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -355,36 +356,33 @@ def test_no_scan_sees_a_writer_before_it_holds_its_lock(tmp_path, monkeypatch):
 
 def test_staging_filled_by_somebody_else_stops_nothing(tmp_path, monkeypatch):
     w = writer(tmp_path, spec(), tokens=20, parts=1)
-    whole = Path.write_text
     full = True
 
-    def write_text(self, *args, **more):
-        if full:
-            self.touch()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return whole(self, *args, **more)
+    def unless_full(write):
+        def guarded(self, *args, **more):
+            if full:
+                self.touch()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(self, *args, **more)
 
-    def unsealed(path, mode):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        return guarded
 
-    monkeypatch.setattr(Path, "write_text", write_text)
-    with monkeypatch.context() as patch:
-        patch.setattr("hslake.staging.part.pa.OSFile", unsealed)
-        bits = put(w, "a", 20, 1)
-        w.tick()
-        with pytest.raises(NoSpace):
-            put(w, "b", 3, 2)
-        assert not scan(tmp_path)[0].parts[0].joinpath("manifest.arrow").exists()
-    full = False
+    for name in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, name, unless_full(getattr(Path, name)))
+    bits = put(w, "a", 20, 1)
+    with pytest.raises(NoSpace):
+        put(w, "b", 3, 2)
     w._clock = lambda: time.time() + 1
     w.tick()
+    # What is complete gets out, and nobody is promised rows that are not there.
     (status,) = read_status(tmp_path)["writers"]
-    assert status["samples_captured"] == 1 and status["parts"][0]["state"] == "sealed"
+    assert status["samples_captured"] == 1 and status["free_rows"] == 0
+    assert status["parts"][0]["state"] == "sealed"
     assert not list(tmp_path.rglob("*.tmp"))
     info = read_part(scan(tmp_path)[0].parts[0])
+    assert info.sealed
     assert np.array_equal(np.stack(read_rows(info, info.reserved[0])[0]), bits)
     (info.path / "DONE").touch()
-    full = True
     w.tick()  # no part can be made of its pages
     assert scan(tmp_path)[0].parts == ()
     full = False
@@ -392,22 +390,33 @@ def test_staging_filled_by_somebody_else_stops_nothing(tmp_path, monkeypatch):
     w.close()
 
 
+def test_a_folder_that_is_gone_is_no_want_of_room(tmp_path):
+    """The hook disarms at it, loudly."""
+    w = writer(tmp_path, spec(), tokens=20, parts=2)
+    put(w, "a", 15, 1)
+    shutil.rmtree(w.folder)
+    with pytest.raises(FileNotFoundError):
+        put(w, "b", 10, 2)
+        w.tick()
+
+
 def test_close_lets_go_of_the_lock_whatever_happens(tmp_path, monkeypatch):
     s = spec()
     w, other = writer(tmp_path / "a", s), writer(tmp_path / "b", s)
     put(w, "a", 5, 1)
 
-    def unsealed(path, mode):
-        Path(path).touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def no_room(folder, size, **more):
+        raise NoSpace("no room for a large table")
 
-    monkeypatch.setattr("hslake.staging.part.pa.OSFile", unsealed)
+    monkeypatch.setattr("hslake.staging.part._SEAL_BYTES", 0)
+    monkeypatch.setattr("hslake.staging.part.check_room", no_room)
     w.close()
-    assert not scan(tmp_path / "a")[0].alive and not list(tmp_path.rglob("*.tmp"))
+    assert not scan(tmp_path / "a")[0].alive
+    assert not list(tmp_path.rglob("manifest.arrow"))
 
     other.begin(RequestId(s.lake8, new_attempt(), 5, "A1", "b"))
 
-    def full(writer, row):
+    def full(writer, *rows):
         raise NoSpace("full")
 
     monkeypatch.setattr(FrameWriter, "append", full)
