@@ -45,6 +45,7 @@ class FrameWriter:
 
     def __init__(self, path: Path, table: str) -> None:
         self._schema = arrow_schema(table)
+        pa.array([""])  # imports pandas where there is one: now, not in a forward pass
         self._folder = path.parent
         check_room(self._folder, _GROW, reserve=SMALL_RESERVE)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)

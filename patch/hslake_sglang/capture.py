@@ -85,6 +85,7 @@ class Capture:
         log.error("hslake: DISARMED, nothing is captured from now on: %s", reason)
         try:
             with self._lock:
+                self._copies.forget()  # their memory is the server's again
                 self.writer.set_health(False, reason)
         except Exception:
             log.exception("hslake: the status could not be updated")

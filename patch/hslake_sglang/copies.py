@@ -111,6 +111,10 @@ class Copies:
             flight.mark = self._side.mark()
             self._flights.append(flight)
 
+    def forget(self) -> None:
+        """Let go of forwards whose copies are not launched yet."""
+        self._flights = deque(f for f in self._flights if f.landed is not None)
+
     def pump(self, *, in_forward: bool) -> None:
         """Launch the copies of computed forwards, and land what has arrived.
 
