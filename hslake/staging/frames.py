@@ -82,8 +82,11 @@ class FrameWriter:
             self._map.resize(longer)
 
     def close(self) -> None:
-        self._map.close()
-        os.close(self._fd)
+        """Idempotent."""
+        if self._fd >= 0:
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
 
 
 def read_frames(path: Path, table: str, *, final: bool = True) -> Iterator[dict[str, Any]]:

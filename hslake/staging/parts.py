@@ -22,8 +22,9 @@ log = logging.getLogger("hslake.staging")
 class Parts:
     """At most `limit` parts of `capacity` rows in a writer's folder.
 
-    With `ahead` somebody else makes parts in the background (`wanted`, `make`, `add`, `refuse`) and
-    `room` never does, as making one takes seconds. Not thread-safe but for `make`.
+    With `ahead` all are made at once, as far as there is room; if some are not, somebody else makes
+    them in the background (`wanted`, `make`, `add`, `refuse`). `room` never does then, as making
+    one takes seconds. Not thread-safe but for `make`.
     """
 
     def __init__(
@@ -49,6 +50,12 @@ class Parts:
         self._refusal: str | None = None  # why the last part could not be made
         self._refused_at = 0.0
         self.add(self.make(self._path()))
+        while ahead and len(self.all) < limit:
+            try:
+                self.add(self.make(self._path()))
+            except NoSpace as error:
+                self.refuse(str(error))
+                break
 
     # -- room -------------------------------------------------------------------------------
 
@@ -67,7 +74,8 @@ class Parts:
             part = self._with_room(length)
         refusal = f"all {self.limit} parts are full: the compactor has to catch up"
         if part is None and len(self.all) < self.limit:
-            refusal = self._refusal or "the next part is still being made"
+            being_made = "the next part is still being made"
+            refusal = being_made if self._making else self._refusal or being_made
             if not self._ahead:
                 try:
                     part = self.add(self.make(self._path()))
@@ -89,9 +97,7 @@ class Parts:
     # -- making them ------------------------------------------------------------------------
 
     def wanted(self) -> Path | None:
-        """The part that ought to be made now; the caller makes it and calls `add` or `refuse`.
-
-        All of them at the start: locking memory while the server computes slows it down."""
+        """The part that ought to be made now; the caller makes it and calls `add` or `refuse`."""
         if not self._ahead or self._making or len(self.all) >= self.limit:
             return None
         if self._refusal and 0 <= self._clock() - self._refused_at < _RETRY_S:

@@ -21,7 +21,8 @@ from hslake.staging.parts import Parts
 from hslake.staging.reservation import Reservation
 
 _STATUS_EVERY_S = 0.2
-_SPARE = 1 << 18  # bytes of journal and events, for the ends of all samples that are arriving
+_SPARE = 1 << 18  # bytes of journal and events, at least, for the ends of what has begun
+_ROW = 2048  # bytes of one row of them, at most, with a few streams
 
 log = logging.getLogger("hslake.staging")
 
@@ -127,8 +128,8 @@ class StagingWriter:
         told = (p.incarnations.get(rid.attempt, -1) for p in self._parts.all)
         incarnation = 1 + max(told, default=-1)
         # What is begun can be ended: its rows and events must not fail for room later.
-        part.journal_room(_SPARE)
-        self._events.room(_SPARE)
+        part.journal_room(self._spare())
+        self._events.room(self._spare())
         n = len(self.spec.streams)
         found = Reservation(
             rid, part, part.used, incarnation, self._clock(), 0, 0, [0] * n, [RowStats()] * n
@@ -196,7 +197,7 @@ class StagingWriter:
         that it asks when it has waited for long enough)."""
         self._counts["dropped"] += 1
         try:
-            self._events.room(_SPARE)  # what is still open must be able to end
+            self._events.room(self._spare())  # what is still open must be able to end
         except NoSpace as error:
             log.warning("attempt %s is dropped without an event: %s", rid.attempt, error)
             self._write_status()
@@ -210,14 +211,16 @@ class StagingWriter:
         for part in self._parts.all:
             part.flush()
         if self._unwritten:
-            for event in self._unwritten:
-                self._events.append(event)
-            self._unwritten = []
+            while self._unwritten:
+                self._events.append(self._unwritten[0])
+                del self._unwritten[0]  # at once: written twice, all later ones would be misplaced
             self._write_status()
 
     def tick(self) -> None:
         """Recycle finished parts, seal those that are to go, give up attempts that went silent,
         refresh `status.json`."""
+        if self._closed:
+            return
         self.flush()
         now = self._clock()
         for reservation in list(self._open.values()):
@@ -279,11 +282,18 @@ class StagingWriter:
 
     # -- inside -----------------------------------------------------------------------------
 
+    def _spare(self) -> int:
+        """Bytes that the rows still to be written may take, in a journal or in the events."""
+        rows = 2 + len(self._open) + len(self._unwritten)
+        return max(_SPARE, rows * (_ROW + 64 * len(self.spec.streams)))
+
     def _finish(self, reason: str) -> None:
         for reservation in list(self._open.values()):
             self.abandon(reservation, reason)
-        self.flush()
-        self._parts.seal_all()
+        try:
+            self.flush()
+        finally:
+            self._parts.seal_all()
 
     def _log(self, reservation: Reservation, event: str, **more: Any) -> None:
         rid = reservation.rid
@@ -339,7 +349,7 @@ class StagingWriter:
             "capacity_rows": self._parts.limit * self._parts.capacity,
             "largest_reservation": self._parts.capacity,
             "parts": list(self._parts.states()),
-            "last_seq": self._cursor,
+            "last_seq": self._cursor - len(self._unwritten),
             **self._counts,
             "bytes_captured": self._counts["tokens_captured"] * self.spec.bytes_per_token,
             **({"hook": self._figures} if self._figures else {}),

@@ -29,6 +29,7 @@ MAX_WAIT_S = 1.0  # of one forward: a blocked forward trips SGLang's watchdog
 _POLL_S = 0.02
 _PUMP_S = 0.05  # between looks at copies while no forward comes by
 _TICK_S = 0.25
+_AFTER_FAILURE_S = 5.0
 _DRAIN_S = 5.0  # of an orderly end
 _REMEMBERED = 100_000
 
@@ -57,11 +58,12 @@ class Capture:
         self.armed = writer is not None
         self.figures = Figures(gpu_bytes=gpu_bytes)
         self._lock = threading.Lock()  # around writer and copies: the upkeep thread uses them too
-        self._copies = Copies(side, self._landed)
+        self._side, self._copies = side, Copies(side, self._landed)
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._batch: Any = None
         self._pieces: list[Piece] = []
         self._rows = 0
+        self._seen = False  # whether requests of the lake have come: the server is up then
         self._deadline = 0.0  # of all waiting in this forward
         self._waited = 0.0  # seconds of it so far
         self._stop = threading.Event()
@@ -72,6 +74,7 @@ class Capture:
 
     def before_forward(self, batch: Any) -> None:
         """Look at the live ForwardBatch before the model runs."""
+        self.taps.held = None  # what was set aside for the states is free for them
         self._guarded(self._before_forward, batch)
 
     def before_logits(self, hidden: Any, aux: Any) -> None:
@@ -85,7 +88,8 @@ class Capture:
         log.error("hslake: DISARMED, nothing is captured from now on: %s", reason)
         try:
             with self._lock:
-                self._copies.forget()  # their memory is the server's again
+                for flight in self._copies.forget():  # their memory is the server's again
+                    self._settle(flight)
                 self.writer.set_health(False, reason)
         except Exception:
             log.exception("hslake: the status could not be updated")
@@ -145,8 +149,10 @@ class Capture:
                 for piece in self._pieces:
                     self._lose(piece, "the copies of earlier forwards did not end in time")
                 self._pieces = []
-        self._batch = batch
+        self._batch, self._seen = batch, self._seen or bool(self._pieces)
         self.taps.listen()
+        if not self.armed:  # the upkeep thread has disarmed meanwhile
+            self._forget()
 
     def _before_logits(self, hidden: Any, aux: Any) -> None:
         batch, rows = self._batch, self._rows
@@ -192,10 +198,10 @@ class Capture:
         """All rows of a flight are in staging: journal them. The caller holds the lock."""
         assert flight.digests is not None
         self.figures.copied(time.monotonic() - flight.started)
+        self._settle(flight)
         rows = [(p.row, p.count, p.position) for p, _ in flight.pieces]
         sums = fold(flight.digests.numpy(), rows, self.spec.hidden_size)
         for (piece, place), found in zip(flight.pieces, sums, strict=True):
-            place.part.in_flight -= 1
             if self.writer.get(piece.rid.attempt) is not place:
                 continue  # given up or started again meanwhile
             checksums, stats = [c for c, _ in found], [s for _, s in found]
@@ -203,6 +209,10 @@ class Capture:
                 self._remember(piece.rid.attempt)
         self.writer.flush()
         self._tick()
+
+    def _settle(self, flight: Flight) -> None:
+        for _, place in flight.pieces:
+            place.part.in_flight -= 1
 
     def _pump(self, *, in_forward: bool = False) -> None:
         with self._lock:
@@ -255,6 +265,8 @@ class Capture:
         self.writer.tick()
 
     def _keep_up(self) -> None:
+        if self._side is not None:
+            self._side.enter()
         ticked = time.monotonic()
         while not self._stop.wait(_PUMP_S):
             try:
@@ -265,14 +277,14 @@ class Capture:
                 ticked = time.monotonic()
                 with self._lock:
                     self._tick()  # also when disarmed: what is in staging must get out
-                    path = self.writer.wanted_part() if self.armed else None
+                    path = self.writer.wanted_part() if self.armed and self._seen else None
                 if path is not None:
                     self._make_part(path)
             except Exception as error:
-                if not self.armed:
-                    return
-                log.exception("hslake: the upkeep failed")
-                self.disarm(f"upkeep: {type(error).__name__}: {error}")
+                if self.armed:
+                    log.exception("hslake: the upkeep failed")
+                    self.disarm(f"upkeep: {type(error).__name__}: {error}")
+                self._stop.wait(_AFTER_FAILURE_S)  # what is in staging must still get out
 
     def _make_part(self, path: Path) -> None:
         """Without the lock: allocating and page-locking gigabytes takes seconds."""

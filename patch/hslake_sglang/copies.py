@@ -6,6 +6,7 @@ server does: each of its calls would take Python's lock from the thread that fee
 costs more than the work itself. On a CPU everything is done when `start` returns.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ _POLL_S = 0.002
 class Side(Protocol):
     """Where copies run beside the server's own work."""
 
+    def enter(self) -> None:
+        """Called once in every thread but the server's own."""
+
     def mark(self) -> Any:
         """What the caller has launched so far."""
 
@@ -44,6 +48,10 @@ class CudaSide:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+
+    def enter(self) -> None:
+        """See Side."""
+        torch.cuda.set_device(self._device)  # else its calls would open GPU 0 as well
 
     def mark(self) -> Any:
         """See Side."""
@@ -65,7 +73,7 @@ class CudaSide:
         return landed
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """The rows of one forward on their way. `streams` [rows, hidden] and `ids` [rows] are kept
     until they are copied; `digests` is int64 [stream, 4, row] on the host."""
@@ -88,6 +96,7 @@ class Copies:
     def __init__(self, side: Side | None, land: Callable[[Flight], None]) -> None:
         self._side, self._land = side, land
         self._flights: deque[Flight] = deque()
+        self._broken: list[Flight] = []  # launched in part: held for ever, as something may copy it
 
     @property
     def in_flight(self) -> int:
@@ -111,9 +120,11 @@ class Copies:
             flight.mark = self._side.mark()
             self._flights.append(flight)
 
-    def forget(self) -> None:
-        """Let go of forwards whose copies are not launched yet."""
+    def forget(self) -> list[Flight]:
+        """Let go of forwards whose copies are not launched yet; returns them."""
+        waiting = [f for f in self._flights if f.landed is None]
         self._flights = deque(f for f in self._flights if f.landed is not None)
+        return waiting
 
     def pump(self, *, in_forward: bool) -> None:
         """Launch the copies of computed forwards, and land what has arrived.
@@ -127,10 +138,15 @@ class Copies:
             flight = self._flights[0]
             if flight.landed is None and not in_forward and not side.done(flight.mark):
                 return
-            for each in self._flights if in_forward else [flight]:
+            for each in list(self._flights) if in_forward else [flight]:
                 if each.landed is None:
                     mark = side.mark() if in_forward else each.mark
-                    each.landed = side.run(mark, partial(_launch, each))
+                    try:
+                        each.landed = side.run(mark, partial(_launch, each))
+                    except BaseException:
+                        self._flights.remove(each)
+                        self._broken.append(each)
+                        raise
             if not side.done(flight.landed):
                 return
             self._flights.popleft()
@@ -216,13 +232,17 @@ def page_lock(device: torch.device) -> Callable[[int, int], Callable[[], None]] 
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code:
+            # Or the error is raised at whatever this thread, or the server's, launches next.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+                torch.zeros(1, device=device)
             raise NoSpace(
                 f"{size:,} bytes of staging cannot be page-locked (CUDA error {code}): lower "
                 "--part-tokens, or let the server's container lock that much memory"
             )
 
         def unlock() -> None:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostUnregister(address)
 
         return unlock
 

@@ -35,6 +35,9 @@ class LateSide:
     def __init__(self) -> None:
         self.released, self.launched, self.computed = 0, 0, True
 
+    def enter(self) -> None:
+        pass
+
     def mark(self) -> None:
         return None
 

@@ -7,9 +7,10 @@ import pytest
 
 from hslake.checksum import RowStats
 from hslake.errors import NoSpace
-from hslake.ids import RequestId
+from hslake.ids import RequestId, new_attempt
 from hslake.staging import StagingWriter, read_part, read_status, scan
 from hslake.staging import space as space_module
+from hslake.staging.frames import FrameWriter
 from tests.staging.test_writer import put, spec
 
 
@@ -27,8 +28,8 @@ class Locks:
         return lambda: self.held.pop(address)
 
 
-def writer(root, *, tokens=16, parts=3, ahead=True, locks=None, clock=None):
-    more = {"clock": clock} if clock else {}
+def writer(root, *, tokens=16, parts=3, ahead=True, locks=None, clock=None, **more):
+    more |= {"clock": clock} if clock else {}
     return StagingWriter(
         root,
         spec(),
@@ -50,10 +51,21 @@ def make_ahead(w):
     return True
 
 
+ONE_PART = 3 * 16 * 8 * 2 + 16 * 4  # bytes of its maps
+
+
+def short_of_room(root, **more):
+    """A writer that got one part of three, its locks, and a clock to move on."""
+    locks, now = Locks(), [1000.0]
+    locks.room = ONE_PART
+    w = writer(root, locks=locks, clock=lambda: now[0], **more)
+    assert len(w._parts.all) == 1
+    return w, locks, now
+
+
 def test_all_parts_are_made_at_the_start(tmp_path):
     w = writer(tmp_path)
-    assert make_ahead(w) and make_ahead(w)
-    assert not make_ahead(w) and len(w._parts.all) == 3  # the cap
+    assert len(w._parts.all) == 3 and w.wanted_part() is None
     for name in "abc":
         put(w, name, 10, 1)
     with pytest.raises(NoSpace, match="all 3 parts are full"):
@@ -61,8 +73,9 @@ def test_all_parts_are_made_at_the_start(tmp_path):
 
 
 def test_a_part_that_is_being_made_is_not_wanted_again(tmp_path):
-    w = writer(tmp_path)
+    w, locks, now = short_of_room(tmp_path)
     put(w, "a", 10, 1)
+    locks.room, now[0] = None, 1010.0
     path = w.wanted_part()
     assert path is not None and w.wanted_part() is None
     with pytest.raises(NoSpace, match="the next part is still being made"):
@@ -73,23 +86,23 @@ def test_a_part_that_is_being_made_is_not_wanted_again(tmp_path):
 
 
 def test_a_part_that_cannot_be_made_is_promised_to_nobody(tmp_path):
-    now = [1000.0]
-    locks = Locks()
-    w = writer(tmp_path, locks=locks, clock=lambda: now[0])
-    assert w.free_rows() == 3 * 16
+    w, locks, now = short_of_room(tmp_path)
+    assert w.free_rows() == 16
     put(w, "a", 10, 1)
-    locks.room = 0
+    assert w.free_rows() == 6
+    with pytest.raises(NoSpace, match="10 rows asked, no more memory can be locked"):
+        put(w, "b", 10, 2)
+    assert w.wanted_part() is None  # not again and again
+    now[0] = 1010.0
     path = w.wanted_part()
     with pytest.raises(NoSpace, match="locked") as caught:
         w.make_part(path)
     w.refuse_part(str(caught.value))
-    assert not path.exists() and w.free_rows() == 6
-    with pytest.raises(NoSpace, match="10 rows asked, no more memory can be locked"):
-        put(w, "b", 10, 2)
-    assert w.wanted_part() is None  # not again and again
-    now[0] += 10
+    assert not path.exists() and w.wanted_part() is None
+    now[0] = 1020.0
     locks.room = None
     assert make_ahead(w) and w.free_rows() == 2 * 16  # "a"'s part was sealed for want of room
+    assert make_ahead(w) and not make_ahead(w)
 
 
 def test_memory_is_locked_once_and_unlocked_at_the_end(tmp_path):
@@ -121,7 +134,7 @@ def test_a_recycled_part_reads_as_what_was_written_last(tmp_path):
 
 def test_what_cannot_be_recycled_gives_its_memory_back(tmp_path, monkeypatch):
     locks = Locks()
-    w = writer(tmp_path, parts=2, locks=locks)
+    w = writer(tmp_path, parts=1, locks=locks)
     put(w, "a", 16, 1)
     (w._parts.all[0].path / "DONE").touch()
 
@@ -138,9 +151,8 @@ def test_what_cannot_be_recycled_gives_its_memory_back(tmp_path, monkeypatch):
 
 
 def test_a_part_that_comes_after_the_end_is_closed(tmp_path):
-    locks = Locks()
-    w = writer(tmp_path, locks=locks)
-    put(w, "a", 10, 1)
+    w, locks, now = short_of_room(tmp_path)
+    locks.room, now[0] = None, 1010.0
     made = w.make_part(w.wanted_part())
     w.close()
     w.add_part(made)
@@ -162,3 +174,51 @@ def test_journals_and_events_leave_a_reserve(tmp_path, monkeypatch):
     (seen,) = read_status(tmp_path)["writers"]
     assert seen["dropped"] == 2000 and 100 < seen["cursor"] < 2000
     assert seen["events"][-1]["state"] == "captured"
+
+
+def test_events_are_written_once_and_the_status_is_never_ahead(tmp_path, monkeypatch):
+    w = writer(tmp_path, buffered=True)
+    rids = [RequestId(w.spec.lake8, f"attempt{i}", 4, "A1", "x") for i in range(4)]
+    for rid in rids:
+        w.drop(rid, "no room")
+    w.refuse_part("a look at the status in between")
+    (seen,) = read_status(tmp_path)["writers"]
+    assert seen["error"] is None and seen["last_seq"] == 0
+    append, calls = FrameWriter.append, []
+
+    def fails_once(self, *rows):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise NoSpace("full")
+        append(self, *rows)
+
+    monkeypatch.setattr(FrameWriter, "append", fails_once)
+    with pytest.raises(NoSpace):
+        w.flush()
+    w.flush()
+    w.tick()
+    (seen,) = read_status(tmp_path)["writers"]
+    assert [e["seq"] for e in seen["events"]] == [1, 2, 3, 4] and seen["error"] is None
+
+
+def test_a_closed_writer_does_nothing_more(tmp_path):
+    w = writer(tmp_path, parts=1)
+    put(w, "a", 16, 1)
+    w.close()
+    (path,) = scan(tmp_path)[0].parts
+    (path / "DONE").touch()
+    w.tick()
+    w.close()
+    assert path.exists()
+
+
+def test_many_that_began_at_once_can_end_on_a_full_filesystem(tmp_path, monkeypatch):
+    w = writer(tmp_path, tokens=4000, parts=1, buffered=True)
+    names = [f"{i:04d}-" + "s" * 190 for i in range(900)]
+    places = [w.begin(RequestId(w.spec.lake8, new_attempt(), 1, "A1", n)) for n in names]
+    monkeypatch.setattr(space_module, "cgroup_headroom", lambda: 8 << 20)
+    for place in places:
+        assert w.wrote(place, 0, 1, [0] * 3, [RowStats()] * 3)
+    w.flush()
+    (seen,) = read_status(tmp_path)["writers"]
+    assert seen["cursor"] == 900
