@@ -1,11 +1,14 @@
 """States are checked on what was encoded, and room in staging is given back as commits go on."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hslake.compact import compact
+from hslake.errors import Unavailable
 from hslake.segment.codec import encode_chunk
 from hslake.segment.write import SegmentInfo, StatesDiffer, write_segment
 from hslake.staging import scan
@@ -134,3 +137,39 @@ def test_samples_that_cross_shards_keep_their_order(tmp_path: Path) -> None:
     rows = made.lake.sql("select sample_id from samples where length <> 5 order by token_start")
     assert [r[0] for r in rows.fetchall()] == names
     check(made)
+
+
+def test_a_passing_want_of_descriptors_gives_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    names = made.plan([40, 40])
+    made.stage(names)
+    whole = np.memmap
+
+    def no_descriptor(*args: Any, **more: Any) -> np.ndarray:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(np, "memmap", no_descriptor)
+    with pytest.raises(Unavailable, match="cannot be opened now"):
+        compact(made.url, [made.staging])
+    monkeypatch.setattr(np, "memmap", whole)
+    assert compact(made.url, [made.staging]).samples == 2
+    check(made)
+
+
+def test_a_part_is_mapped_once_however_many_samples_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    made.stage(made.plan([3] * 50))
+    opened: list[object] = []
+    whole = np.memmap
+
+    def counting(*args: Any, **more: Any) -> np.ndarray:
+        opened.append(args[0])
+        return whole(*args, **more)
+
+    monkeypatch.setattr(np, "memmap", counting)
+    assert compact(made.url, [made.staging]).samples == 50
+    assert len(opened) == len(made.lake.spec.streams) + 1

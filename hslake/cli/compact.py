@@ -1,5 +1,7 @@
 """`hslake compact`."""
 
+import contextlib
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -65,6 +67,8 @@ def compact(
     signals = (signal.SIGINT, signal.SIGTERM) if watch else ()
     before = [(s, signal.signal(s, stop)) for s in signals]
     import hslake.compact
+
+    _open_files()
     from hslake.progress import NoteLines, Progress
 
     try:
@@ -110,6 +114,13 @@ def compact(
         )
     if not report.passed:
         raise CheckFailed(_problems(report))
+
+
+def _open_files() -> None:
+    """Allow as many open files as this user may have: each part that is read takes some."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _problems(report: "CompactReport") -> str:

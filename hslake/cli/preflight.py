@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hslake.cli.common import Json, Lake, examples, print_json
-from hslake.errors import CheckFailed, InvalidInput
+from hslake.errors import CheckFailed, InvalidInput, Missing
 
 if TYPE_CHECKING:
     from hslake.preflight import PreflightReport
@@ -70,9 +70,13 @@ def preflight(
     from hslake.drive import Limits
     from hslake.progress import Progress
 
-    for what, value in (("burst", burst), ("concurrency", concurrency - 1)):
-        if value < 0:
-            raise InvalidInput(f"--{what}: found {value}, expected a positive number")
+    if not 0 <= burst < float("inf"):
+        raise InvalidInput(f"--burst: found {burst}, expected seconds, or 0 for none")
+    for what, value in (("concurrency", concurrency), ("max-tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{what}: found {value}, expected at least 1")
+    if model is not None and not model.is_dir():
+        raise Missing(f"--model {model}: there is no such folder")
     report = hslake.preflight.preflight(
         lake,
         server,

@@ -6,15 +6,18 @@ renames the folder, so the pages stay allocated while everything that described 
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from hslake.errors import Corrupt, Unavailable
 from hslake.schemas import arrow_schema
-from hslake.spec import LakeSpec
+from hslake.spec import DTYPES, LakeSpec
 from hslake.staging.frames import FrameWriter
-from hslake.staging.memory import PartMemory
+from hslake.staging.memory import PartMemory, bits_dtype
 from hslake.staging.space import SMALL_RESERVE, allocate, check_room
 from hslake.zarrmeta import array_metadata
 
@@ -48,6 +51,23 @@ class Reserved:
 
 
 @dataclass(frozen=True)
+class PartMaps:
+    """Read-only: `hidden` one array [capacity, hidden] of bits a stream, `input_ids` int32."""
+
+    hidden: list[np.ndarray]
+    input_ids: np.ndarray
+
+
+def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        return np.memmap(path, dtype, "r", shape=shape)
+    except (FileNotFoundError, ValueError) as error:
+        raise Corrupt(f"{path}: {error}") from None
+    except OSError as error:  # no descriptor, no memory, no right: nothing is wrong with the file
+        raise Unavailable(f"{path} cannot be opened now: {error}") from error
+
+
+@dataclass(frozen=True)
 class PartInfo:
     """What a part's files say. `damage` is set when the journal ends in a bad frame."""
 
@@ -58,6 +78,20 @@ class PartInfo:
     done: bool
     reserved: tuple[Reserved, ...]
     damage: str | None
+
+    @cached_property
+    def maps(self) -> PartMaps:
+        """The part's chunks, mapped once: every map costs a descriptor. Raises Corrupt for a file
+        that is missing or short, Unavailable when the machine cannot open it now."""
+        a = self.attributes
+        bits, shape = bits_dtype(DTYPES[a["dtype"]]), (self.capacity, a["hidden_size"])
+        return PartMaps(
+            [
+                _mapped(self.path / f"hidden_states/c/{i}/0/0", bits, shape)
+                for i in range(len(a["streams"]))
+            ],
+            _mapped(self.path / "input_ids/c/0", np.dtype("<i4"), (self.capacity,)),
+        )
 
 
 class Part:

@@ -11,11 +11,9 @@ import numpy as np
 
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.schemas import validate
-from hslake.spec import DTYPES
 from hslake.staging.folder import LOCK
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
-from hslake.staging.memory import bits_dtype
 from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
 
 
@@ -116,24 +114,11 @@ def _fold(reserved: dict[tuple[str, int], Reserved], row: dict[str, Any], path: 
 def read_rows(part: PartInfo, sample: Reserved) -> tuple[list[np.ndarray], np.ndarray]:
     """Maps of a complete sample: per stream [length, hidden] bits, and input_ids int32 [length].
 
-    Raises InvalidInput when the reservation lies outside the part, Corrupt for a short file.
+    Raises InvalidInput when the reservation lies outside the part, Corrupt for a file that is
+    missing or short, Unavailable when the machine cannot open it now.
     """
-    a = part.attributes
     end = sample.row_start + sample.length
     if sample.row_start < 0 or end > part.capacity:
         raise InvalidInput(f"{part.path}: rows {sample.row_start}..{end} of {part.capacity}")
-    bits = bits_dtype(DTYPES[a["dtype"]])
-    shape = (part.capacity, a["hidden_size"])
-    hidden = [
-        _open(part.path / f"hidden_states/c/{i}/0/0", bits, shape)[sample.row_start : end]
-        for i in range(len(a["streams"]))
-    ]
-    ids = _open(part.path / "input_ids/c/0", np.dtype("<i4"), (part.capacity,))
-    return hidden, ids[sample.row_start : end]
-
-
-def _open(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        return np.memmap(path, dtype, "r", shape=shape)
-    except (OSError, ValueError) as e:
-        raise Corrupt(f"{path}: {e}") from None
+    rows = slice(sample.row_start, end)
+    return [stream[rows] for stream in part.maps.hidden], part.maps.input_ids[rows]

@@ -8,7 +8,7 @@ recorded, and the driver asks again.
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,8 @@ class Capture:
         self._seen = False  # whether requests of the lake have come: the server is up then
         self._deadline = 0.0  # of all waiting in this forward
         self._waited = 0.0  # seconds of it so far
+        self._no_space: str | None = None  # why this forward's further samples find no room
+        self._lost: Counter[str] = Counter()  # attempts that this forward loses, by reason
         self._stop = threading.Event()
         if self.armed and upkeep:
             threading.Thread(target=self._keep_up, name="hslake-upkeep", daemon=True).start()
@@ -139,6 +141,7 @@ class Capture:
         prefixes = batch.extend_prefix_lens_cpu
         self._pieces = split_batch(batch.rids or [], lengths, prefixes, self.spec.lake8)
         self._deadline, self._waited = time.monotonic() + MAX_WAIT_S, 0.0
+        self._no_space = None
         # Whosever rows these are, the capture makes the model keep their states: that is bounded.
         if self._copies.in_flight >= IN_FLIGHT:
             began = time.monotonic()
@@ -181,6 +184,9 @@ class Capture:
     def _forget(self) -> None:
         self._batch, self._pieces, self._rows = None, [], 0
         self.taps.rest()
+        for reason, count in self._lost.items():
+            log.warning("hslake: %d attempts dropped: %s", count, reason)
+        self._lost.clear()
 
     def _place(self, piece: Piece, batch: Any) -> Reservation | None:
         """Where the piece's rows go; None when they are not stored."""
@@ -228,6 +234,8 @@ class Capture:
             if found.issued != piece.position:
                 return None, f"rows from position {piece.position} came after {found.issued} rows"
             return found, None
+        if self._no_space:  # nothing changes that within this forward
+            return None, self._no_space
         while True:
             try:
                 with self._lock:
@@ -238,7 +246,8 @@ class Capture:
             except NoSpace as error:
                 began = time.monotonic()
                 if began >= self._deadline:
-                    return None, f"no space: {error}"
+                    self._no_space = f"no space: {error}"
+                    return None, self._no_space
             time.sleep(_POLL_S)
             with self._lock:
                 self._tick()
@@ -246,7 +255,7 @@ class Capture:
 
     def _lose(self, piece: Piece, reason: str) -> None:
         self._remember(piece.rid.attempt)
-        log.warning("hslake: attempt %s dropped: %s", piece.rid.attempt, reason)
+        self._lost[reason] += 1
         with self._lock:
             opened = self.writer.get(piece.rid.attempt)
             if opened is not None:
