@@ -91,7 +91,7 @@ class StatusReader:
         try:
             events = tail.read(cursor, limit)  # event `seq` is frame `seq - 1`
         except Corrupt as e:
-            return [], str(e)
+            return [], f"{e}; restart the server: what it has captured stays in staging"
         if len(tail) < last_seq:
             return events, (
                 f"{found.path / EVENTS} ends at event {len(tail)}, its writer has written "
