@@ -14,6 +14,7 @@ from hslake.streams import (
     draft_ids,
     eagle3_boundaries,
     parse_capture,
+    parse_streams,
 )
 
 
@@ -90,3 +91,7 @@ def test_capture_from_a_drafts_config(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(InvalidInput, match="no eagle_aux_hidden_state_layer_ids"):
         capture_from_draft_config(str(path), "vllm", 30)
+
+
+def test_lists_in_any_order_and_with_repeats_are_the_same_streams() -> None:
+    assert parse_streams(["4", "final", "0", "2", "4", "final"], 4, "x") == ("0", "2", "4", "final")

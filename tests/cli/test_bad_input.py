@@ -165,8 +165,6 @@ def test_a_plan_of_nothing_says_so(lake: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        ("1,1", "a boundary is named twice"),
-        ("final,final", "'final' is named twice"),
         ("13", "'13' is no stream; expected boundaries from 0 to 12"),
         ("-1", "'-1' is no stream"),
         ("middle", "'middle' is no stream"),
