@@ -38,8 +38,8 @@ class Capture:
     """Takes the pieces of each forward out of its tensors and into a StagingWriter.
 
     `writer` is a hslake.staging.StagingWriter, or None on a rank that only has to run the same
-    capture as the writing one. `side`: where copies run beside the forwards, for
-    a GPU. `upkeep` starts the thread that makes and recycles parts.
+    capture as the writing one. `side`: where copies run beside the forwards, for a GPU. `upkeep`
+    starts the thread that lands, recycles and seals while no forward comes by.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class Capture:
     def _forget(self) -> None:
         self._batch, self._pieces, self._rows = None, [], 0
         self.taps.rest()
-        for reason, count in self._lost.items():
+        lost, self._lost = self._lost, Counter()  # also called by the upkeep thread, at a disarm
+        for reason, count in list(lost.items()):
             log.warning("hslake: %d attempts dropped: %s", count, reason)
-        self._lost.clear()
 
     def _place(self, piece: Piece, batch: Any) -> Reservation | None:
         """Where the piece's rows go; None when they are not stored."""
