@@ -285,8 +285,10 @@ def test_the_other_server_takes_over(world: World) -> None:
         killer.start()
         report = world.extract(a, b)
         killer.join()
-        assert report.complete
-        assert report.servers[0].state != "up" and report.servers[1].state == "up"
+        # Whether a was set aside before b had done the rest is a matter of milliseconds.
+        assert report.complete and report.servers[1].state == "up"
+        assert report.servers[0].captured + report.servers[1].captured == 60
+        assert report.servers[1].captured >= 56
     world.check_lake()
 
 
