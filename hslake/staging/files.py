@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hslake.errors import NoSpace
+
 _PAGE = 4096
 
 
@@ -20,9 +22,9 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def is_full(error: OSError) -> bool:
+def is_full(error: NoSpace | OSError) -> bool:
     """Whether it means that there is no room, and not that something is broken."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, NoSpace) or error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def replace_text(path: Path, text: str) -> None:

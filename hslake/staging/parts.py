@@ -181,7 +181,7 @@ class Parts:
             except (NoSpace, OSError) as error:
                 memory.close()
                 shutil.rmtree(fresh, ignore_errors=True)
-                if isinstance(error, OSError) and not is_full(error):
+                if not is_full(error):
                     raise
                 log.warning(
                     "%s is given up, a new part is made when there is room: %s", fresh, error
@@ -211,7 +211,7 @@ def seal(part: Part) -> None:
     try:
         part.seal()
     except (NoSpace, OSError) as error:
-        if isinstance(error, OSError) and not is_full(error):
+        if not is_full(error):
             raise
         if not part.seal_failed:
             log.warning("%s is not sealed yet: %s", part.path, error)

@@ -18,8 +18,9 @@ from hslake.checksum import fold
 from hslake.errors import InvalidInput, NoSpace
 from hslake.spec import LakeSpec
 from hslake.staging import Reservation
-from hslake_sglang.copies import IN_FLIGHT, Copies, Flight, Side, wait_below
+from hslake_sglang.copies import Copies, Flight, Side, wait_below
 from hslake_sglang.figures import Figures
+from hslake_sglang.memory import FORWARDS
 from hslake_sglang.split import Piece, real_rows, split_batch
 from hslake_sglang.taps import Taps
 
@@ -143,10 +144,10 @@ class Capture:
         self._deadline, self._waited = time.monotonic() + MAX_WAIT_S, 0.0
         self._no_space = None
         # Whosever rows these are, the capture makes the model keep their states: that is bounded.
-        if self._copies.in_flight >= IN_FLIGHT:
+        if self._copies.in_flight >= FORWARDS:
             began = time.monotonic()
             pump = partial(self._pump, in_forward=True)
-            in_time = wait_below(self._copies, IN_FLIGHT, self._deadline, pump)
+            in_time = wait_below(self._copies, FORWARDS, self._deadline, pump)
             self._waited += time.monotonic() - began
             if not in_time:
                 for piece in self._pieces:

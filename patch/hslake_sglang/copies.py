@@ -22,7 +22,6 @@ from hslake.staging import Reservation
 from hslake.torch_checksum import row_digests
 from hslake_sglang.split import Piece
 
-IN_FLIGHT = 2  # forwards whose tensors may be held at a time, the running one included
 _POLL_S = 0.002
 
 

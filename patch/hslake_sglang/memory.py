@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hslake.spec import LakeSpec
 
-FORWARDS = 2  # in flight at most: one copies to staging while the next computes
+FORWARDS = 2  # whose states are held at most: one copies to staging while the next computes
 SCRATCH_BYTES = 64 << 20  # temporaries of checksums and statistics
 _ASK = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 
