@@ -10,7 +10,8 @@ Prefill tokens a second of the same server, with the same flags and prompts, in 
 (no capture), `hslake` (the hook into staging, `hslake compact --watch` beside it), `torch_save`
 (torch.save per request to /dev/shm inside the forward) and `http` (return_hidden_states). All
 servers run side by side on the same GPUs and take turns, so that a drifting clock or neighbour
-meets all of them. After every hslake run everything it sent must be in the lake, once, and is
+meets all of them; of eight cores or more they get one half, and the load generator and the
+compactor the other. After every hslake run everything it sent must be in the lake, once, and is
 decoded and verified; then the segment's files are removed (in this benchmark only: disks are
 small). Stops starting runs when --time-limit comes near, and says what is missing.
 Writes benchmarks/results/hook_h200.json.
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add("--warmup", type=float, default=32_768, help="tokens before each run")
     add("--repeats", type=int, default=2, help="runs of none and hslake in a cell")
     add("--other-repeats", type=int, default=1, help="runs of torch_save in a cell")
+    add("--instances", type=int, default=1, help="servers of none and of hslake, taking turns")
     add("--tp", type=int, default=1)
     add("--dp-attention", type=int, default=1, metavar="N", help="needs --tp N too")
     add("--capture", default="eagle3", help="streams, as of hslake create")
@@ -116,6 +118,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         warmup=int(args.warmup),
         repeats=args.repeats,
         other_repeats=args.other_repeats,
+        instances=args.instances,
         tp=args.tp,
         dp=args.dp_attention,
         capture=args.capture,
@@ -143,7 +146,7 @@ class Bench:
         self.left = servers.Leftovers(Path(tempfile.gettempdir()) / user)
         self.work = self._folder(None)
         self.ram = self._folder("/dev/shm")
-        self.servers: dict[str, ServerProcess] = {}
+        self.servers: dict[str, list[ServerProcess]] = {}
         self.side: LakeSide | None = None
         self.session = uuid.uuid4().hex[:8]
 
@@ -170,11 +173,16 @@ class Bench:
             s = self.s = self._with_staging(spec.bytes_per_token)
             staging, saved = self.ram / "staging", self.ram / "saved"
             staging.mkdir()
+            theirs, ours = machine.split_cores()
+            os.sched_setaffinity(0, theirs)  # what is started has the cores of who starts it
             for mode in s.modes:
-                self.servers[mode] = one = servers.make_server(
+                self.servers[mode] = servers.make_servers(
                     s, mode, self.work, lake=lake, staging=staging, spec=spec, saved=saved
-                ).start()
-                self.left.add(group=servers.group_of(one))
+                )
+                for one in self.servers[mode]:
+                    one.start()
+                    self.left.add(group=servers.group_of(one))
+            os.sched_setaffinity(0, ours)
             if self.args.endurance:
                 planned = prompts.plan_lengths(lake, s, int(self.args.endurance), self.work)
             else:
@@ -186,6 +194,9 @@ class Bench:
                     "started": begun,
                     "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
                     "server_args": servers.common_args(s),
+                    "instances": s.instances,
+                    "server_cores": sorted(theirs),
+                    "other_cores": sorted(ours),
                     "machine": machine.facts(s.sglang_python),
                     "streams": list(spec.streams),
                     "bytes_per_token": spec.bytes_per_token,
@@ -221,40 +232,40 @@ class Bench:
     def _ready(self) -> None:
         """Wait for all servers; one that does not come up is started once more, then costs its own
         cells only."""
-        failed = self._wait(list(self.servers))
-        for mode in failed if self.clock.left() > 150 else ():
-            self.servers[mode].stop(5.0)
-            self.servers[mode].start()
-            self.left.add(group=servers.group_of(self.servers[mode]))
-        for mode, why in (self._wait(list(failed)) if self.clock.left() > 100 else failed).items():
-            print(f"SERVER {mode} DID NOT START: {why}", file=sys.stderr, flush=True)
-            what = f"{self.s.config} {mode}"
-            self.out["missing"].append({"session": self.session, "what": what, "why": why[-1500:]})
-            self.servers.pop(mode).stop(5.0)
+        failed = self._wait([one for mode in self.servers.values() for one in mode])
+        for one in failed if self.clock.left() > 150 else ():
+            one.stop(5.0)
+            one.start()
+            self.left.add(group=servers.group_of(one))
+        failed = self._wait(list(failed)) if self.clock.left() > 100 else failed
+        for mode, members in list(self.servers.items()):
+            for one in [m for m in members if m in failed]:
+                why = failed[one]
+                print(f"SERVER {mode} DID NOT START: {why}", file=sys.stderr, flush=True)
+                what = f"{self.s.config} {mode}"
+                missing = {"session": self.session, "what": what, "why": why[-1500:]}
+                self.out["missing"].append(missing)
+                members.remove(one)
+                one.stop(5.0)
+            if not members:
+                del self.servers[mode]
         print(f"servers ready after {time.monotonic() - self.clock.start:.0f} s", flush=True)
 
-    def _wait(self, modes: list[str]) -> dict[str, str]:
-        """Modes whose server did not get ready, and why."""
+    def _wait(self, members: list[ServerProcess]) -> dict[ServerProcess, str]:
+        """Servers that did not get ready, and why."""
         end, failed = time.monotonic() + self.s.ready, {}
-        for mode in modes:
+        for one in members:
             try:
-                self.servers[mode].wait_ready(max(1.0, end - time.monotonic()))
+                one.wait_ready(max(1.0, end - time.monotonic()))
             except Exception as error:
-                failed[mode] = str(error)
+                failed[one] = str(error)
         return failed
 
     def _parts_made(self) -> None:
-        """Let the writer make its parts, as far as it does so ahead: that is a cost of the start,
-        not of the traffic that is measured."""
-        url, seen, since = self.servers[HSLAKE].url, -1, time.monotonic()
-        while time.monotonic() - since < 3.0:
-            now = lakeside.totals(lakeside.status(url))
-            if now["parts"] != seen:
-                seen, since = now["parts"], time.monotonic()
-            if seen * self.s.part_tokens >= now["capacity_rows"]:
-                break
-            time.sleep(0.2)
-        print(f"staging: {seen} parts made, {now['capacity_rows']:,} rows in all", flush=True)
+        """Say what staging the servers have: they made all of it before they were up."""
+        for one in self.servers[HSLAKE]:
+            now = lakeside.totals(lakeside.status(one.url))
+            print(f"staging: {now['parts']} parts, {now['capacity_rows']:,} rows", flush=True)
 
     def _measure(self, spec: Any, saved: Path) -> None:
         if not self.args.endurance:
@@ -271,20 +282,23 @@ class Bench:
             ).all()
         elif HSLAKE in self.servers and self.side is not None:
             log = self.work / "extract.log"
-            row = endurance(self.s, self.servers[HSLAKE], self.side, self.clock, self.session, log)
+            row = endurance(
+                self.s, self.servers[HSLAKE][0], self.side, self.clock, self.session, log
+            )
             self.out["endurance"].append(row)
 
     def _end(self) -> None:
-        for mode, server in self.servers.items():
-            if not server.alive() and not self.args.endurance:  # which ends it
-                print(f"server {mode} had ended:\n{server.log_tail(30)}", file=sys.stderr)
+        everyone = [(mode, one) for mode, members in self.servers.items() for one in members]
+        for mode, one in everyone:
+            if not one.alive() and not self.args.endurance:  # which ends it
+                print(f"server {mode} had ended:\n{one.log_tail(30)}", file=sys.stderr)
         if self.side is not None:
             self.side.stop()
         if self.out["sessions"]:
             results.save(self.out, self.args.out)
             self._keep_logs()
-        with ThreadPoolExecutor(len(MODES)) as pool:
-            list(pool.map(lambda server: server.stop(5.0), self.servers.values()))
+        with ThreadPoolExecutor(max(1, len(everyone))) as pool:
+            list(pool.map(lambda pair: pair[1].stop(5.0), everyone))
         self.left.clear()
 
     def _keep_logs(self) -> None:

@@ -28,6 +28,7 @@ def some_settings(**changes: Any) -> Settings:
         "warmup": 300,
         "repeats": 2,
         "other_repeats": 1,
+        "instances": 1,
         "tp": 1,
         "dp": 1,
         "capture": "eagle3",

@@ -43,7 +43,7 @@ def facts(sglang_python: Path) -> dict[str, Any]:
     return {
         "gpus": gpus.splitlines() if not gpus.startswith("(") else [],
         "cpu": cpu or platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": os.cpu_count(),
         "kernel": platform.release(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shm_bytes": shutil.disk_usage("/dev/shm").total,
@@ -57,6 +57,13 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def split_cores() -> tuple[set[int], set[int]]:
+    """(cores of the servers, cores of all else): halves of eight or more, else all for both."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (set(cores[:half]), set(cores[half:])) if half >= 4 else (set(cores), set(cores))
 
 
 def write_speed(folder: Path, size: int = 1 << 30) -> float:

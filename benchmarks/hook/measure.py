@@ -39,7 +39,7 @@ class Measure:
         self,
         s: Settings,
         spec: LakeSpec,
-        servers: dict[str, ServerProcess],
+        servers: dict[str, list[ServerProcess]],
         side: LakeSide | None,
         saved: Path,
         out: Row,
@@ -52,7 +52,7 @@ class Measure:
         self.clock, self.files = clock, files
         self.vocab = prompts.vocabulary(s.model)
         self.rates = dict(SLOWEST)
-        self.warm: set[str] = set()
+        self.warm: set[str] = set()  # urls of servers that were sent something
 
     def all(self) -> None:
         """Every cell: for each prompt length and concurrency the modes take turns; HTTP last."""
@@ -99,8 +99,8 @@ class Measure:
         why = None
         if need > self.clock.left():
             why = f"would need {need:.0f} s, {max(0, self.clock.left()):.0f} s are left"
-        elif not self.servers[mode].alive():
-            why = "the server has ended: " + self.servers[mode].log_tail(5)
+        elif not self._server(mode, repeat).alive():
+            why = "the server has ended: " + self._server(mode, repeat).log_tail(5)
         elif mode == HSLAKE and self.side and self.side.problem():
             why = self.side.problem()
         if why:
@@ -124,6 +124,9 @@ class Measure:
         )
         results.save(self.out, self.files)
 
+    def _server(self, mode: str, repeat: int) -> ServerProcess:
+        return self.servers[mode][repeat % len(self.servers[mode])]
+
     def _missing(self, what: str, why: str) -> None:
         print(f"NOT MEASURED: {what}: {why}", file=sys.stderr, flush=True)
         self.out["missing"].append({"session": self.session, "what": what, "why": why})
@@ -132,7 +135,7 @@ class Measure:
     def _run(
         self, mode: str, prompt: int, concurrency: int, repeat: int, batches: list[prompts.Batch]
     ) -> Row:
-        server, at_once = self.servers[mode], self.s.in_flight(mode, concurrency, prompt)
+        server, at_once = self._server(mode, repeat), self.s.in_flight(mode, concurrency, prompt)
         warm, timed = ([*self._requests(b, mode)] for b in batches)
         before = lakeside.totals(lakeside.status(server.url)) if mode == HSLAKE else {}
         # Only where /dev/shm is too small for a whole run: waiting is then part of the result.
@@ -141,9 +144,10 @@ class Measure:
         deleter = Deleter(self.saved, _SAVED_BYTES) if mode == TORCH_SAVE else None
         try:
             limit = max(1.0, self.clock.left())
-            for _ in range(1 if mode in self.warm or mode in (HSLAKE, HTTP) else 2):
-                heated = load.send(server.url, warm, at_once, limit, credits=credits)
-            self.warm.add(mode)
+            if server.url not in self.warm and mode != HTTP:
+                self.warm.add(server.url)  # twice at first: kernels are compiled
+                load.send(server.url, [*self._requests(batches[0], NONE)], at_once, limit)
+            heated = load.send(server.url, warm, at_once, limit, credits=credits)
             limit = max(1.0, self.clock.left())
             found = load.send(server.url, timed, at_once, limit, credits=credits)
         finally:
@@ -156,6 +160,7 @@ class Measure:
             "prompt": prompt,
             "concurrency": concurrency,
             "repeat": repeat,
+            "instance": repeat % len(self.servers[mode]),
             "in_flight": at_once,
             "credits": credits,
             **asdict(found),

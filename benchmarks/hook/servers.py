@@ -1,7 +1,7 @@
-"""One SGLang server for each mode, all with the same settings, all started at once.
+"""SGLang servers for each mode, all with the same settings, all started at once.
 
 They share the GPUs so that runs of different modes can be interleaved: an idle one only holds its
-memory. The `hslake` one is what `hslake serve` starts.
+memory. The `hslake` ones are what `hslake serve` starts.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from pathlib import Path
 from hslake_sglang.process import ServerProcess, _members
 from hslake_sglang.settings import spec_env
 
-from benchmarks.hook.settings import HSLAKE, HTTP, TORCH_SAVE, Settings
+from benchmarks.hook.settings import HSLAKE, HTTP, NONE, TORCH_SAVE, Settings
 from examples.sglang_cpu import cpu_server
 from hslake.spec import LakeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "hslake_bench_torch_save"
-_FIRST_PORT, _PORTS_EACH = 20_000, 1_500  # SGLang takes further ports up to 1,000 above its own
+_FIRST_PORT, _PORTS_EACH = 18_000, 1_500  # SGLang takes further ports up to 1,000 above its own
 
 
 def common_args(s: Settings) -> list[str]:
@@ -58,19 +58,39 @@ def common_env(s: Settings) -> dict[str, str]:
         # Servers that load side by side see each other's weights come and go on the GPUs.
         env = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    env["PYTHONHASHSEED"] = "0"  # one cause less why two servers differ
     ours = [str(ROOT), str(ROOT / "patch")]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, path), *ours]))
     return env
 
 
-def make_server(
+def make_servers(
     s: Settings, mode: str, work: Path, *, lake: str, staging: Path, spec: LakeSpec, saved: Path
+) -> list[ServerProcess]:
+    """The servers of `mode`, not started. `lake`, `staging`: of the hslake ones; `saved`: where the
+    torch_save one writes to."""
+    order = (NONE, TORCH_SAVE, HTTP, HSLAKE)
+    first = _FIRST_PORT + _PORTS_EACH * order.index(mode) + os.getpid() % 400
+    return [
+        _make_server(
+            s, mode, work, n, first + _PORTS_EACH * len(order) * n, lake, staging, spec, saved
+        )
+        for n in range(s.instances_of(mode))
+    ]
+
+
+def _make_server(
+    s: Settings,
+    mode: str,
+    work: Path,
+    number: int,
+    port: int,
+    lake: str,
+    staging: Path,
+    spec: LakeSpec,
+    saved: Path,
 ) -> ServerProcess:
-    """The server of `mode`, not started. `lake`, `staging`: of the hslake one; `saved`: the folder
-    that the torch_save one writes to."""
-    order = ("none", TORCH_SAVE, HTTP, HSLAKE)
-    port = _FIRST_PORT + _PORTS_EACH * order.index(mode) + os.getpid() % 400
-    log, args, env = work / f"server-{mode}.log", common_args(s), common_env(s)
+    log, args, env = work / f"server-{mode}-{number}.log", common_args(s), common_env(s)
     if mode == HSLAKE:
         return ServerProcess.for_lake(
             lake,

@@ -15,7 +15,9 @@ SLOWEST = {NONE: 9000.0, HSLAKE: 8000.0, TORCH_SAVE: 4500.0, HTTP: 400.0}
 class Settings:
     """Sizes are tokens, times seconds. `tokens` is what each run of a cell sends after its warm-up;
     `repeats` counts the runs of `none` and `hslake` in a cell, `other_repeats` of `torch_save`
-    (`http` has one)."""
+    (`http` has one). `instances`: servers of `none` and of `hslake`, which take turns: two servers
+    that do the very same work differ by up to 6 % where the CPU is the bound, each for as long as
+    it lives."""
 
     model: Path
     modes: tuple[str, ...]
@@ -27,6 +29,7 @@ class Settings:
     warmup: int
     repeats: int
     other_repeats: int
+    instances: int
     tp: int
     dp: int
     capture: str
@@ -52,6 +55,10 @@ class Settings:
     def runs_of(self, mode: str) -> int:
         """How often a cell of `mode` is measured."""
         return {NONE: self.repeats, HSLAKE: self.repeats, HTTP: 1}.get(mode, self.other_repeats)
+
+    def instances_of(self, mode: str) -> int:
+        """How many servers of `mode` take turns."""
+        return self.instances if mode in (NONE, HSLAKE) else 1
 
     def run_tokens(self, mode: str, prompt: int) -> int:
         """Tokens of one run: whole prompts, at least one."""
