@@ -210,6 +210,8 @@ class Bench:
             )
             print(f"planned {planned:,} tokens, lake in {folder}, disk {speed}", flush=True)
             self._ready()
+            for one in (one for members in self.servers.values() for one in members):
+                machine.pin(servers.processes_of(one), theirs)
             if HSLAKE in self.servers:
                 self.side = LakeSide(lake, staging, self.work / "compact.log")
                 self.side.start_compactor()

@@ -149,9 +149,13 @@ def fold(
         return []
     longest = max(position + count for _, count, position in pieces)
     table = _first_weights(1 << (longest - 1).bit_length())
-    rows = np.concatenate([np.arange(row, row + n) for row, n, _ in pieces])
     weights = np.concatenate([table[at : at + n] for _, n, at in pieces])
-    mine = digests[:, :, rows]
+    first, end = pieces[0][0], pieces[-1][0] + pieces[-1][1]
+    if end - first == len(weights):
+        mine = digests[:, :, first:end]
+    else:  # others' rows lie between
+        rows = np.concatenate([np.arange(row, row + n) for row, n, _ in pieces])
+        mine = digests[:, :, rows]
     starts = np.cumsum([0, *(n for _, n, _ in pieces)])[:-1]
     sums = np.add.reduceat(mine[:, 0].view(np.uint64) * weights, starts, axis=1)
     squares = np.add.reduceat(mine[:, 1].view(np.float64), starts, axis=1)

@@ -128,6 +128,11 @@ def group_of(server: ServerProcess) -> int:
     return process.pid
 
 
+def processes_of(server: ServerProcess) -> list[Path]:
+    """/proc/PID of everything that a started server runs."""
+    return list(_members(group_of(server)))
+
+
 def _plugin_folder(work: Path) -> Path:
     """A folder for PYTHONPATH whose one distribution announces the torch_save plugin to SGLang."""
     folder = work / "plugin"

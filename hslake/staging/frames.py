@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,17 @@ class FrameWriter:
 
     def append(self, *rows: dict[str, Any]) -> None:
         """Write rows as one frame; it is visible to readers only when whole."""
-        batch = pa.RecordBatch.from_pylist(list(rows), schema=self._schema)
+        self._append(pa.RecordBatch.from_pylist(list(rows), schema=self._schema))
+
+    def append_each(self, rows: Sequence[dict[str, Any]], written: Callable[[], object]) -> None:
+        """Write rows as a frame each, calling `written` behind every one."""
+        # Making Arrow of Python objects is what takes time: once for all.
+        whole = pa.RecordBatch.from_pylist(list(rows), schema=self._schema)
+        for i in range(len(rows)):
+            self._append(whole.slice(i, 1))
+            written()
+
+    def _append(self, batch: pa.RecordBatch) -> None:
         payload = batch.serialize().to_pybytes()
         self.room(_extent(len(payload)))
         end = self._at + _extent(len(payload))

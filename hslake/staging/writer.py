@@ -211,9 +211,9 @@ class StagingWriter:
         for part in self._parts.all:
             part.flush()
         if self._unwritten:
-            while self._unwritten:
-                self._events.append(self._unwritten[0])
-                del self._unwritten[0]  # at once: written twice, all later ones would be misplaced
+            waiting = self._unwritten
+            # Gone at once: written twice, all later ones would be misplaced.
+            self._events.append_each(list(waiting), lambda: waiting.pop(0))
             self._write_status()
 
     def tick(self) -> None:

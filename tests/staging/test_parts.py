@@ -184,15 +184,15 @@ def test_events_are_written_once_and_the_status_is_never_ahead(tmp_path, monkeyp
     w.refuse_part("a look at the status in between")
     (seen,) = read_status(tmp_path)["writers"]
     assert seen["error"] is None and seen["last_seq"] == 0
-    append, calls = FrameWriter.append, []
+    append, calls = FrameWriter._append, []
 
-    def fails_once(self, *rows):
-        calls.append(rows)
+    def fails_once(self, batch):
+        calls.append(batch)
         if len(calls) == 3:
             raise NoSpace("full")
-        append(self, *rows)
+        append(self, batch)
 
-    monkeypatch.setattr(FrameWriter, "append", fails_once)
+    monkeypatch.setattr(FrameWriter, "_append", fails_once)
     with pytest.raises(NoSpace):
         w.flush()
     w.flush()
