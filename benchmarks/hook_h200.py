@@ -192,7 +192,10 @@ class Bench:
                     "id": self.session,
                     "config": s.config,
                     "started": begun,
-                    "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                    # A path tells whoever reads it no more than its name.
+                    "command": shlex.join(
+                        Path(a).name if Path(a).is_absolute() else a for a in sys.argv
+                    ),
                     "server_args": servers.common_args(s),
                     "instances": s.instances,
                     "server_cores": sorted(theirs),
