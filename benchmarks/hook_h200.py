@@ -3,6 +3,7 @@
     python benchmarks/hook_h200.py --model DIR                     # one GPU, all modes
     python benchmarks/hook_h200.py --model DIR --tp 2 --modes none,hslake --merge FILE --out FILE
     python benchmarks/hook_h200.py --model DIR --endurance 5000000 --staging-bytes 8e9
+    python benchmarks/hook_h200.py --model DIR --endurance 5000000 --modes none,torch_save,http
     python benchmarks/hook_h200.py --merge A.json B.json --report-only --out FILE
     python benchmarks/hook_h200.py --smoke --model SMOLLM2 --sglang-python PYTHON   # no GPU
 
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = p.add_argument
     add("--model", type=Path, help="model folder; on a GPU its weights are made up (dummy)")
-    add("--modes", type=settings.modes, default=MODES, help="none,hslake,torch_save,http")
+    add("--modes", type=settings.modes, help="none,hslake,torch_save,http [default: all of them]")
     add("--prompts", type=settings.numbers, default=(1024, 8192), help="tokens of a prompt")
     add("--concurrency", type=settings.numbers, default=(8, 32), help="requests at once")
     add("--tokens", type=float, default=400_000, help="of each run, after its warm-up")
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     add("--part-tokens", type=int, default=32_768)
     add("--staging-bytes", type=float, help="quota [default: what a run needs, or 8e9]")
     add("--lake-dir", default="auto", help="folder of the lake; auto: /tmp, or RAM if it is slow")
-    add("--endurance", type=float, default=0, metavar="TOKENS", help="this, and no cells")
+    add("--endurance", type=float, default=0, metavar="TOKENS", help="then cells if --modes names")
     add("--time-limit", type=float, default=570.0, help="seconds of this call")
     add("--ready", type=float, default=240.0, help="seconds that servers get to start")
     add("--out", type=Path, nargs="+", default=[RESULT])
@@ -102,14 +103,19 @@ def read_settings(args: argparse.Namespace) -> Settings:
         raise SystemExit(f"--model {args.model}: expected a folder with a config.json")
     if args.dp_attention > 1 and args.tp % args.dp_attention:
         raise SystemExit(f"--dp-attention {args.dp_attention} needs a --tp that it divides")
-    wanted = tuple(m for m in MODES if m in args.modes)
-    longest = max(args.prompts)
+    longest, cells = max(args.prompts), args.modes or MODES
     if args.endurance:
-        wanted, longest = (HSLAKE,), prompts.LONGEST // (16 if args.smoke else 1)
+        cells = args.modes or ()
+        if HSLAKE in cells:
+            raise SystemExit(
+                "--endurance takes the whole plan: measure hslake's cells in another call"
+            )
+        longest = max(longest, prompts.LONGEST // (16 if args.smoke else 1))
     part = max(args.part_tokens, -(-longest // 1024) * 1024)
     return Settings(
         model=args.model.resolve(),
-        modes=wanted,
+        modes=tuple(m for m in MODES if m in cells or (m == HSLAKE and args.endurance)),
+        cells=cells,
         prompts=args.prompts,
         concurrency=args.concurrency,
         tokens=int(args.tokens),
@@ -183,10 +189,9 @@ class Bench:
                     one.start()
                     self.left.add(group=servers.group_of(one))
             os.sched_setaffinity(0, ours)
+            planned = prompts.plan_runs(lake, s, self.work) if HSLAKE in s.cells else 0
             if self.args.endurance:
                 planned = prompts.plan_lengths(lake, s, int(self.args.endurance), self.work)
-            else:
-                planned = prompts.plan_runs(lake, s, self.work) if HSLAKE in s.modes else 0
             self.out["sessions"].append(
                 {
                     "id": self.session,
@@ -273,24 +278,24 @@ class Bench:
             print(f"staging: {now['parts']} parts, {now['capacity_rows']:,} rows", flush=True)
 
     def _measure(self, spec: Any, saved: Path) -> None:
-        if not self.args.endurance:
-            Measure(
-                self.s,
-                spec,
-                self.servers,
-                self.side,
-                saved,
-                self.out,
-                self.session,
-                self.clock,
-                self.args.out,
-            ).all()
-        elif HSLAKE in self.servers and self.side is not None:
+        if self.args.endurance and HSLAKE in self.servers and self.side is not None:
             log = self.work / "extract.log"
             row = endurance(
                 self.s, self.servers[HSLAKE][0], self.side, self.clock, self.session, log
             )
             self.out["endurance"].append(row)
+            results.save(self.out, self.args.out)
+        Measure(
+            self.s,
+            spec,
+            {mode: one for mode, one in self.servers.items() if mode in self.s.cells},
+            self.side,
+            saved,
+            self.out,
+            self.session,
+            self.clock,
+            self.args.out,
+        ).all()
 
     def _end(self) -> None:
         everyone = [(mode, one) for mode, members in self.servers.items() for one in members]

@@ -20,6 +20,7 @@ def some_settings(**changes: Any) -> Settings:
     values: dict[str, Any] = {
         "model": Path("model"),
         "modes": (NONE, HSLAKE, TORCH_SAVE),
+        "cells": (NONE, HSLAKE, TORCH_SAVE),
         "prompts": (100,),
         "concurrency": (8,),
         "tokens": 1000,

@@ -13,14 +13,15 @@ SLOWEST = {NONE: 9000.0, HSLAKE: 8000.0, TORCH_SAVE: 4500.0, HTTP: 400.0}
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes are tokens, times seconds. `tokens` is what each run of a cell sends after its warm-up;
-    `repeats` counts the runs of `none` and `hslake` in a cell, `other_repeats` of `torch_save`
-    (`http` has one). `instances`: servers of `none` and of `hslake`, which take turns: two servers
-    that do the very same work differ by up to 6 % where the CPU is the bound, each for as long as
-    it lives."""
+    """Sizes are tokens, times seconds. `modes` have servers, `cells` of them are measured. `tokens`
+    is what each run of a cell sends after its warm-up; `repeats` counts the runs of `none` and
+    `hslake` in a cell, `other_repeats` of `torch_save` (`http` has one). `instances`: servers of
+    `none` and of `hslake`, which take turns: two servers that do the very same work differ by up
+    to 18 % where the CPU is the bound, each for as long as it lives."""
 
     model: Path
     modes: tuple[str, ...]
+    cells: tuple[str, ...]
     prompts: tuple[int, ...]
     concurrency: tuple[int, ...]
     tokens: int
