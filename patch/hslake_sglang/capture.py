@@ -57,6 +57,7 @@ class Capture:
         self.taps = taps
         self.writer = writer
         self.armed = writer is not None
+        self._stopped = False  # disarmed for good, or closed
         self.figures = Figures(gpu_bytes=gpu_bytes)
         self._lock = threading.Lock()  # around writer and copies: the upkeep thread uses them too
         self._side, self._copies = side, Copies(side, self._landed)
@@ -85,10 +86,14 @@ class Capture:
         self._guarded(self._before_logits, hidden, aux)
 
     def disarm(self, reason: str) -> None:
-        """Stop capturing for good and say so everywhere."""
-        self.armed = False
+        """Stop capturing for good and say so everywhere. The first reason stays."""
+        if self._stopped:
+            return
+        self._stopped, self.armed = True, False
         self._forget()
         log.error("hslake: DISARMED, nothing is captured from now on: %s", reason)
+        if self.writer is None:  # this rank only ran along
+            return
         try:
             with self._lock:
                 for flight in self._copies.forget():  # their memory is the server's again
@@ -99,7 +104,7 @@ class Capture:
 
     def close(self) -> None:
         """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
-        self.armed = False
+        self._stopped, self.armed = True, False
         self._stop.set()
         if self.writer is None:
             return

@@ -10,10 +10,11 @@ from pathlib import Path
 from hslake.errors import HslakeError, InvalidInput, Missing
 from hslake.fingerprint import read_config
 from hslake.modelinfo import read_model
-from hslake.spec import LakeSpec, ModelInfo, check_fingerprint, model_fingerprint, read_spec
+from hslake.spec import LakeSpec, ModelInfo, model_fingerprint, read_spec
 from hslake.staging.check import check_roots
 from hslake_sglang import flags, memory, settings, source
 from hslake_sglang.interpreter import Found, ask
+from hslake_sglang.served import check_served, facts
 
 _SGLANG_PORT = 30_000  # its default
 _GIB = 2**30
@@ -54,7 +55,12 @@ def prepare(
     found = _sglang(interpreter, full, flags.option_value(sglang_args, ["--config"]))
     known = source.options(found.root) if found.root else {}
     args = flags.prepare(
-        sglang_args, version=found.version, dtype=spec.dtype, known=known, config=found.config
+        sglang_args,
+        version=found.version,
+        dtype=spec.dtype,
+        known=known,
+        config=found.config,
+        facts=facts(spec, _model([*flags.config_args(found.config or {}), *sglang_args])),
     )
     every = [*flags.config_args(found.config or {}), *args]
     foreign = found.others or bool(full.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
@@ -171,12 +177,16 @@ def _check_port(args: Sequence[str]) -> None:
         ) from None
 
 
+def _model(args: Sequence[str]) -> str | None:
+    return flags.option_value(args, flags.MODEL)
+
+
 def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: bool) -> list[str]:
     """What the model's folder says, when it is a local one; the worker always looks at the model.
 
     Returns what to tell about it. Raises InvalidInput or Missing.
     """
-    model = flags.option_value(args, flags.MODEL)
+    model = _model(args)
     if model and model.startswith(("/", ".")) and not Path(model).exists():
         raise Missing(f"--model-path {model}: there is no such folder")
     if not model or not (Path(model) / "config.json").is_file():
@@ -192,12 +202,10 @@ def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: 
     try:
         info, dtype = read_model(path, None)
     except HslakeError:  # a config that only SGLang understands
-        check_fingerprint(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")
+        check_served(spec, model_fingerprint(model), f"the model {model}")
         return []
-    # With this option the numbers of config.json are not those that will be served.
-    if flags.option_value(args, ["--json-model-override-args"]) is None:
-        _check_size(spec, path, info)
-    check_fingerprint(spec.model.fingerprint, info.fingerprint, f"the model {model}")
+    _check_size(spec, path, info)
+    check_served(spec, info.fingerprint, f"the model {model}")
     if dtype in (None, spec.dtype):
         return []
     return [f"dtype: the model's config names {dtype}; served and stored as {spec.dtype}"]

@@ -112,8 +112,21 @@ def stage(
             "status": client.get(made.url + "/hslake/status"),
             "shared memory": list(made.server._loads),
         }
+        made.facts["updated"] = other_weights(made, deepseek, alone)
     compact(made.lake, [made.staging])
     yield made
+
+
+def other_weights(stage: Stage, model: Path, ids: list[int]) -> dict[str, Any]:
+    """Give the server weights; what it says then, and whether it still serves."""
+    body = {"model_path": str(model)}
+    told = client.post(stage.url + "/update_weights_from_disk", body)
+    rid = RequestId(hslake.open(stage.lake).spec.lake8, new_attempt(), len(ids), "A1", "late")
+    client.generate(stage.url, ids, rid=rid.encode())
+    late = [e for e in events(stage.url) if e["sample_id"] == "late"]
+    status = client.get(stage.url + "/hslake/status")
+    metrics = client.text(stage.url + "/hslake/metrics")
+    return {"told": told, "late": late, "status": status, "metrics": metrics}
 
 
 def writers(stage: Stage) -> list[dict[str, Any]]:
@@ -126,6 +139,20 @@ def test_one_writer_for_each_dp_rank(stage: Stage) -> None:
     assert sorted(ranks) == [(str(layout.tp), str(i)) for i in range(layout.dp)]
     assert all(w["samples_captured"] > 0 for w in writers(stage)), "one rank got no request"
     assert stage.facts["status"]["armed"] is True and stage.facts["traffic"].failures == []
+
+
+def test_other_weights_disarm_every_rank(stage: Stage) -> None:
+    found = stage.facts["updated"]
+    assert found["told"]["success"], found["told"]
+    status = found["status"]
+    assert status["armed"] is False and "update_weights_from_disk" in status["error"]
+    for writer in status["writers"]:
+        assert writer["armed"] is False and "other weights" in writer["error"]
+    assert "\nhslake_armed 0.0\n" in found["metrics"]
+    assert found["late"] == []
+    log = stage.server.log.read_text("utf-8", "replace")
+    assert log.count("hslake: DISARMED") == stage.facts["layout"].tp  # one process a rank
+    assert "Failed to apply hooks" not in log
 
 
 def test_nothing_stays_in_shared_memory(stage: Stage) -> None:

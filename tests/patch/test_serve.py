@@ -178,10 +178,25 @@ def test_what_cannot_be_told_about_a_model_does_not_stop_the_server(
     new = model(tmp_path / "new", "NewForCausalLM")
     env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "somewhere"}
     prepare(lake, staging, sglang, "--model-path", str(new), env=env)
-    deep = model(tmp_path / "deep", num_hidden_layers=99)
-    fewer = '{"num_hidden_layers": 4}'
-    override = ("--json-model-override-args", fewer)
-    prepare(lake, staging, sglang, "--model-path", str(deep), *override)
+
+
+def test_a_server_of_another_model_than_its_folders_is_refused(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    plain = ("--model-path", str(model(tmp_path / "plain")))
+    dummy, fp8 = ("--load-format", "dummy"), ("--quantization", "fp8")
+    prepare(lake, staging, sglang, *plain, *dummy)  # this lake's fingerprint has no weights
+    with pytest.raises(InvalidInput, match=r"--quantization: .*another model"):
+        prepare(lake, staging, sglang, *plain, *fp8)
+    quantised = model(tmp_path / "quantised", text_config={"quantization_config": {"bits": 8}})
+    prepare(lake, staging, sglang, "--model-path", str(quantised), *fp8)
+    prepare(lake, staging, sglang, "--model-path", "on/a/hub", *fp8)  # the worker looks at it
+    spec = make_spec(("2", "final"), "bfloat16", fingerprint={"config": None, "weights": "00" * 32})
+    (Path(lake) / "hslake.json").write_text(spec.to_json())
+    with pytest.raises(InvalidInput, match=r"--load-format: .*weights are not those"):
+        prepare(lake, staging, sglang, *plain, *dummy)
+    with pytest.raises(InvalidInput, match="no safetensors files"):
+        prepare(lake, staging, sglang, *plain)
 
 
 def test_a_model_through_transformers_is_refused(
