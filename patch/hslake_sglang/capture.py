@@ -99,8 +99,8 @@ class Capture:
                 for flight in self._copies.forget():  # their memory is the server's again
                     self._settle(flight)
                 self.writer.set_health(False, reason)
-        except Exception:
-            log.exception("hslake: the status could not be updated")
+        except Exception as error:
+            log_failure("the status could not be updated", error)
 
     def close(self) -> None:
         """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
@@ -116,8 +116,8 @@ class Capture:
                 return
             with self._lock:
                 self.writer.close()
-        except Exception:
-            log.exception("hslake: staging could not be sealed; the compactor takes it as it is")
+        except Exception as error:
+            log_failure("staging is not sealed, the compactor takes it as it is", error)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Capture:
         try:
             step(*args)
         except Exception as error:
-            log.exception("hslake: the capture failed")
+            log_failure("the capture failed", error)
             if self.armed:
                 self.disarm(f"{type(error).__name__}: {error}")
         finally:
@@ -297,7 +297,7 @@ class Capture:
                     self._make_part(path)
             except Exception as error:
                 if self.armed:
-                    log.exception("hslake: the upkeep failed")
+                    log_failure("the upkeep failed", error)
                     self.disarm(f"upkeep: {type(error).__name__}: {error}")
                 self._stop.wait(_AFTER_FAILURE_S)  # what is in staging must still get out
 
@@ -311,6 +311,12 @@ class Capture:
             return
         with self._lock:
             self.writer.add_part(part)
+
+
+def log_failure(what: str, error: Exception) -> None:
+    """In one line what the machine is to blame for, with the call stack what may be our mistake."""
+    stack = not isinstance(error, OSError)
+    log.error("hslake: %s: %s: %s", what, type(error).__name__, error, exc_info=stack)
 
 
 def is_prefill(batch: Any) -> bool:

@@ -19,12 +19,15 @@ def register() -> None:
     """Register the hooks with SGLang. Does nothing at all without HSLAKE_STAGING."""
     if not settings.wanted():
         return
+    staging, first = Path(os.environ[settings.STAGING]), settings.RUN not in os.environ
     # The launcher's id travels to the worker processes, so its endpoint knows their writers.
-    os.environ.setdefault(settings.RUN, uuid.uuid4().hex)
+    run = os.environ.setdefault(settings.RUN, uuid.uuid4().hex)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from hslake_sglang import endpoint, report, source, versions
 
+    if first:
+        report.begin(staging, run)
     HookRegistry.register(_HTTP, endpoint.before_http, HookType.BEFORE)
     problem = versions.problem(versions.installed())
     changes = source.weight_changes(_sglang())
@@ -35,7 +38,7 @@ def register() -> None:
         )
     if problem:
         log.error("hslake: NOT ARMED: %s", problem)
-        report.tell_error(Path(os.environ[settings.STAGING]), os.environ[settings.RUN], problem)
+        report.tell_error(staging, run, problem)
         return
     from hslake_sglang import attach
 

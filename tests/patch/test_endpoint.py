@@ -1,6 +1,7 @@
 """What GET /hslake/status and /hslake/metrics say about this server, and only about it."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -223,14 +224,68 @@ def test_a_scrape_reads_no_events(tmp_path: Path, client: TestClient, monkeypatc
     made.close()
 
 
-def test_errors_are_answers(tmp_path: Path, client: TestClient, monkeypatch) -> None:
+@pytest.mark.parametrize("polled", [True, False])
+def test_deleted_staging_is_a_zero_and_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, polled: bool
+) -> None:
+    """Gone, and then made anew: the alert fires, and nobody is told that nothing ever armed."""
+    root = tmp_path / "staging"
+    made = staging_writer(root, spec())
+    report.tell_writer(root, RUN, made.writer_id)
+    app = FastAPI()
+    endpoint.mount(app, root, RUN)
+    client = TestClient(app)
+    if polled:
+        assert scraped(client)["hslake_armed"] == {(): 1}
+    shutil.rmtree(root)
+    for what in (f"staging {root} is gone", f"writer {made.writer_id} of this server is missing"):
+        caplog.clear()
+        for _ in range(3):
+            answer = client.get(endpoint.PATH)
+            assert answer.status_code == 200 and answer.json()["armed"] is False
+            assert what in answer.json()["error"] and "restart" in answer.json()["error"]
+            assert "no hook has armed" not in answer.json()["error"]
+            assert scraped(client)["hslake_armed"] == {(): 0}
+        (told,) = [r for r in caplog.records if r.levelname == "ERROR"]
+        assert what in told.getMessage() and not told.exc_info
+        root.mkdir(exist_ok=True)
+
+
+def test_why_nothing_armed_survives_deleted_staging(tmp_path: Path) -> None:
+    root = tmp_path / "staging"
+    root.mkdir()
+    report.tell_error(root, RUN, "the served model differs")
+    app = FastAPI()
+    endpoint.mount(app, root, RUN)
+    shutil.rmtree(root)
+    root.mkdir()
+    assert TestClient(app).get(endpoint.PATH).json()["error"] == "the served model differs"
+
+
+def test_what_cannot_be_read_now_is_not_remembered(
+    tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+
     def broken(reader: StatusReader, since: Any, **more: Any) -> dict[str, Any]:
         raise OSError("staging is on fire")
 
-    monkeypatch.setattr(StatusReader, "read", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusReader, "read", broken)
+        found = client.get(endpoint.PATH).json()
+        assert found["armed"] is False and "staging is on fire" in found["error"]
+        assert scraped(client)["hslake_armed"] == {(): 0}
+    found = client.get(endpoint.PATH).json()
+    assert found["armed"] is True and found["error"] is None
+    made.close()
+
+
+def test_our_own_mistakes_are_http_errors(client: TestClient, monkeypatch) -> None:
+    monkeypatch.setattr(StatusReader, "read", lambda *args, **more: 1 / 0)
     for path in (endpoint.PATH, endpoint.METRICS_PATH):
         answer = client.get(path)
-        assert answer.status_code == 500 and "staging is on fire" in answer.text
+        assert answer.status_code == 500 and "ZeroDivisionError" in answer.text
 
 
 def test_without_prometheus_client_the_status_still_works(
