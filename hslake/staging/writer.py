@@ -346,7 +346,7 @@ class StagingWriter:
             "lake_id": self.spec.lake_id,
             "engine": self._engine,
             "free_rows": 0 if self._closed else self.free_rows(),
-            "capacity_rows": self._parts.limit * self._parts.capacity,
+            "capacity_rows": self._parts.capacity_rows,
             "largest_reservation": self._parts.capacity,
             "parts": list(self._parts.states()),
             "last_seq": self._cursor - len(self._unwritten),

@@ -1,6 +1,7 @@
 """`hslake serve`: SGLang with the capture, checked before any weight is loaded."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from hslake.fingerprint import read_config
 from hslake.modelinfo import read_model
 from hslake.spec import LakeSpec, ModelInfo, model_fingerprint, read_spec
 from hslake.staging.check import check_roots
-from hslake_sglang import flags, memory, settings, source
+from hslake_sglang import flags, memory, room, settings, source
 from hslake_sglang.interpreter import Found, ask
 from hslake_sglang.served import check_served, facts
 
@@ -47,8 +48,12 @@ def prepare(
     `python` is the interpreter that has SGLang (default: this one), `env` what is added to this
     process's environment, for example PYTHONPATH. Raises InvalidInput, Missing or NoSpace.
     """
+    for name, value in (("--part-tokens", part_tokens), ("--max-parts", max_parts)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"{name} {value}: expected a positive whole number")
     spec = read_spec(lake_url)
     folder = settings.check_staging(staging)
+    room.check_apart(lake_url, folder)
     check_roots([folder], spec)
     interpreter = str(python or sys.executable)
     full = {**os.environ, **(env or {})}
@@ -66,21 +71,14 @@ def prepare(
     foreign = found.others or bool(full.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
     notes = _check_model(spec, every, found, foreign=foreign)
     _check_port(every)
-    for name, value in ((settings.PART_TOKENS, part_tokens), (settings.MAX_PARTS, max_parts)):
-        if value is not None:
-            full[name] = str(value)
-    tokens, parts = settings.staging_size(
-        folder,
-        spec,
-        settings.count(full, settings.PART_TOKENS),
-        settings.count(full, settings.MAX_PARTS),
-        writers=flags.writers(every),
-    )
-    staged = tokens * parts * (spec.bytes_per_token + 4)
-    notes += [
-        f"staging: {flags.writers(every)} writer(s) of {parts} parts of {tokens:,} tokens, "
-        f"{staged / _GIB:.2f} GiB each, in {folder}"
-    ]
+    if part_tokens is None:
+        part_tokens = settings.count(full, settings.PART_TOKENS)
+    if max_parts is None:
+        max_parts = settings.count(full, settings.MAX_PARTS)
+    tokens, parts, told = room.plan_staging(lake_url, folder, spec, every, part_tokens, max_parts)
+    notes += told
+    # Settled here: a worker would count what others have taken meanwhile.
+    full[settings.PART_TOKENS], full[settings.MAX_PARTS] = str(tokens), str(parts)
     args, more = _leave_memory(spec, args, every, full)
     full[settings.STAGING] = str(folder.resolve())
     full[settings.LAKE] = lake_url
@@ -166,12 +164,12 @@ def _check_port(args: Sequence[str]) -> None:
     """SGLang finds a busy port only after the weights are loaded."""
     host = flags.option_value(args, ["--host"]) or "127.0.0.1"
     port = flags.option_value(args, ["--port"]) or str(_SGLANG_PORT)
-    if not port.isdigit():
-        return  # SGLang says what it thinks of it
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
+        raise InvalidInput(f"--port {port}: expected a number from 1 to 65535")
     try:
         with socket.create_server((host, int(port))):
             pass
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InvalidInput(
             f"--host {host} --port {port} cannot be listened on ({error}): name another --port"
         ) from None
