@@ -208,6 +208,7 @@ class Parts:
                 "rows": part.capacity,
                 "reserved": part.used,
                 "state": "done" if (part.path / DONE).exists() else state,
+                "sealed_at": part.sealed_at,
             }
 
     def close(self) -> None:

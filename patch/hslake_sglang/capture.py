@@ -156,7 +156,7 @@ class Capture:
             self._waited += time.monotonic() - began
             if not in_time:
                 for piece in self._pieces:
-                    self._lose(piece, "the copies of earlier forwards did not end in time")
+                    self._lose(piece, "copies late: those of earlier forwards did not end in time")
                 self._pieces = []
         self._batch, self._seen = batch, self._seen or bool(self._pieces)
         self.taps.listen()
@@ -236,9 +236,10 @@ class Capture:
             with self._lock:
                 found = self.writer.get(piece.rid.attempt)
             if found is None:
-                return None, f"rows from position {piece.position} came without their beginning"
+                return None, f"out of order: rows from {piece.position} on without their beginning"
             if found.issued != piece.position:
-                return None, f"rows from position {piece.position} came after {found.issued} rows"
+                late = f"rows from {piece.position} on after {found.issued} rows"
+                return None, f"out of order: {late}"
             return found, None
         if self._no_space:  # nothing changes that within this forward
             return None, self._no_space
@@ -248,7 +249,7 @@ class Capture:
                     place: Reservation = self.writer.begin(piece.rid)
                 return place, None
             except InvalidInput as error:
-                return None, str(error)
+                return None, f"refused: {error}"
             except NoSpace as error:
                 began = time.monotonic()
                 if began >= self._deadline:
@@ -328,13 +329,11 @@ def is_prefill(batch: Any) -> bool:
 def unfit(piece: Piece, batch: Any) -> str | None:
     """Why this request's rows must not enter the lake, or None."""
     if piece.overflows:
-        return (
-            f"the prompt has more than the {piece.rid.length} tokens that its request id promises"
-        )
+        return f"wrong length: more than the {piece.rid.length} tokens of the request id"
     for name, what in (("mm_inputs", "media"), ("lora_ids", "a LoRA adapter")):
         values = getattr(batch, name, None)
         if values and values[piece.index] is not None:
-            return f"the request carries {what}: the states are not those of its tokens alone"
+            return f"not its tokens: the request carries {what}"
     if batch.input_ids is None or getattr(batch, "input_embeds", None) is not None:
-        return "the request carries embeddings instead of tokens"
+        return "not its tokens: the request carries embeddings instead"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from hslake.errors import HslakeError, InvalidInput
 from hslake.staging import StatusReader
 from hslake.staging.status import document
-from hslake_sglang import metrics, report, settings
+from hslake_sglang import metrics, report, settings, versions
 from hslake_sglang.report import Told
 
 log = logging.getLogger("hslake")
@@ -51,6 +51,8 @@ def mount(app: Any, staging: Path, run: str) -> None:
     reader, memory = StatusReader(staging), Memory()
     answer(reader, run, None, memory, limit=0)  # the workers are up: this may be the last chance
 
+    about = {"hook_version": versions.hook(), "sglang_version": versions.installed()}
+
     def status(since: str | None = None) -> Response:
         try:
             return JSONResponse(answer(reader, run, since, memory))
@@ -62,7 +64,7 @@ def mount(app: Any, staging: Path, run: str) -> None:
 
     def prometheus() -> Response:
         try:
-            page = metrics.text(answer(reader, run, None, memory, limit=0))
+            page = metrics.text(answer(reader, run, None, memory, limit=0), about)
             return Response(page, media_type=metrics.CONTENT_TYPE)
         except ImportError as error:
             what, code = f"{error}: install prometheus_client beside SGLang", 501

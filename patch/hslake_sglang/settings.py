@@ -108,8 +108,8 @@ def staging_size(
         raise NoSpace(
             f"staging {staging}: {writers} writer(s) of {asked} parts of {least:,} tokens need "
             f"{_gib(need)}; {where} has {_gib(free)} left, of which {_gib(max(0, room))} may be "
-            "taken; make room there, or take smaller or fewer parts with --part-tokens and "
-            f"--max-parts ({PART_TOKENS} and {MAX_PARTS})"
+            f"taken ({space.RESERVE >> 20} MiB stay in reserve); make room there, or take smaller "
+            f"or fewer parts with --part-tokens and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
         )
     most = rows_in(spec, room // (parts * writers))
     return part_tokens or min(max(DEFAULT_PART_TOKENS, longest), most), parts

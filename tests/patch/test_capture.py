@@ -137,7 +137,7 @@ def test_wrong_lengths_are_dropped() -> None:
     c, pc = sample("c", 9)
     server.forward((c.encode(), pc, 0, 3))
     server.forward((c.encode(), pc, 5, 4))  # rows 3 and 4 never came
-    assert "came after 3 rows" in server.writer.dropped[c.attempt]
+    assert "on after 3 rows" in server.writer.dropped[c.attempt]
     assert not server.writer.done and not server.writer.open and server.capture.armed
 
 
