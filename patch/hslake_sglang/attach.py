@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hslake.errors import InvalidInput
+from hslake.fingerprint import check_model
 from hslake.spec import LakeSpec, model_fingerprint
 from hslake.staging import StagingWriter
 from hslake_sglang import flags, memory, ranks, report, served, settings, versions
@@ -76,7 +77,7 @@ def arm(runner: Any) -> Capture:
     writer = None
     if rank.writes:
         fingerprint = model_fingerprint(path)
-        served.check_served(spec, fingerprint, f"the served model {path}")
+        check_model(spec.model.fingerprint, fingerprint, f"the served model {path}")
         writer = _open_writer(found, fingerprint, rank, runner, device)
         warm_up(device, DTYPES[spec.dtype], spec.hidden_size)
     # On every rank: capturing may itself start a collective operation.

@@ -7,23 +7,9 @@ from hslake.errors import HslakeError, InvalidInput
 from hslake.spec import LakeSpec
 from hslake.staging.memory import part_bytes
 from hslake.staging.space import disk_warning
-from hslake.store import open_store
 from hslake_sglang import flags, settings
 
 _GIB = 2**30
-
-
-def check_apart(lake_url: str, staging: Path) -> None:
-    """Raise InvalidInput when the staging folder and the lake's are in each other."""
-    store = open_store(lake_url)
-    if not store.is_local:
-        return
-    lake, folder = Path(store.root).resolve(), staging.resolve()
-    if lake == folder or lake in folder.parents or folder in lake.parents:
-        raise InvalidInput(
-            f"--staging {staging} and the lake {lake} are in each other: the hook's files would "
-            "lie among the lake's; name a folder of its own, on /dev/shm"
-        )
 
 
 def plan_staging(

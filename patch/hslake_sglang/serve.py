@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hslake.errors import HslakeError, InvalidInput, Missing
-from hslake.fingerprint import read_config
+from hslake.fingerprint import check_model, read_config
 from hslake.modelinfo import read_model
 from hslake.spec import LakeSpec, ModelInfo, model_fingerprint, read_spec
-from hslake.staging.check import check_roots
+from hslake.staging.check import check_apart, check_roots
 from hslake_sglang import flags, memory, room, settings, source
 from hslake_sglang.interpreter import Found, ask
-from hslake_sglang.served import check_served, facts
+from hslake_sglang.served import facts
 
 _SGLANG_PORT = 30_000  # its default
 _GIB = 2**30
@@ -53,7 +53,7 @@ def prepare(
             raise InvalidInput(f"{name} {value}: expected a positive whole number")
     spec = read_spec(lake_url)
     folder = settings.check_staging(staging)
-    room.check_apart(lake_url, folder)
+    check_apart(lake_url, folder)
     check_roots([folder], spec)
     interpreter = str(python or sys.executable)
     full = {**os.environ, **(env or {})}
@@ -200,10 +200,10 @@ def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: 
     try:
         info, dtype = read_model(path, None)
     except HslakeError:  # a config that only SGLang understands
-        check_served(spec, model_fingerprint(model), f"the model {model}")
+        check_model(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")
         return []
     _check_size(spec, path, info)
-    check_served(spec, info.fingerprint, f"the model {model}")
+    check_model(spec.model.fingerprint, info.fingerprint, f"the model {model}")
     if dtype in (None, spec.dtype):
         return []
     return [f"dtype: the model's config names {dtype}; served and stored as {spec.dtype}"]

@@ -1,12 +1,10 @@
 """The model that a server is given, against the lake's: what its files say before it is loaded."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from hslake.errors import HslakeError, InvalidInput
+from hslake.errors import HslakeError
 from hslake.fingerprint import read_config
-from hslake.spec import LakeSpec, check_fingerprint
+from hslake.spec import LakeSpec
 from hslake_sglang.refusals import DECLARED, NO_WEIGHTS
 
 _QUANTISED = ("quantization_config", "compression_config")
@@ -32,14 +30,3 @@ def declares_quantisation(model: str | None) -> bool | None:
     levels = [config, *(v for v in config.values() if isinstance(v, dict))]
     said = any(level.get(key) for level in levels for key in _QUANTISED)
     return said or (folder / "hf_quant_config.json").is_file()
-
-
-def check_served(spec: LakeSpec, fingerprint: Mapping[str, Any], what: str) -> None:
-    """Raise InvalidInput when a model with this fingerprint is not the lake's, or cannot be told
-    from another one."""
-    check_fingerprint(spec.model.fingerprint, fingerprint, what)
-    if spec.model.fingerprint.get("weights") and not fingerprint.get("weights"):
-        raise InvalidInput(
-            f"{what} has no safetensors files, and the lake was made for a model with: its weights "
-            "cannot be told from others; serve the folder that the lake was made for"
-        )

@@ -14,6 +14,7 @@ import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
+from hslake.staging.runs import RUNS
 from hslake.verify import verify
 from tests.e2e import client
 from tests.e2e.conftest import CHUNK, LENGTHS, Stage, capture_all, set_stage
@@ -113,6 +114,7 @@ def stage(
             "shared memory": list(made.server._loads),
         }
         made.facts["updated"] = other_weights(made, deepseek, alone)
+    made.facts["runs left"] = [p.name for p in (made.staging / RUNS).iterdir()]
     compact(made.lake, [made.staging])
     yield made
 
@@ -160,6 +162,7 @@ def test_nothing_stays_in_shared_memory(stage: Stage) -> None:
     queues = [path for path in found if "shm_mq" in path.name]
     assert len(queues) == (1 if stage.facts["layout"].tp > 1 else 0)
     assert found and not any(path.exists() for path in found)
+    assert stage.facts["runs left"] == []
 
 
 def test_every_sample_once_from_whichever_rank(stage: Stage) -> None:
