@@ -112,3 +112,16 @@ def check_fingerprint(
                 f"expected {have[:12]}…: use the model that the lake was made for, or make a new "
                 "lake"
             )
+
+
+def check_model(
+    spec_fp: Mapping[str, str | None], model_fp: Mapping[str, str | None], what: str
+) -> None:
+    """Raise InvalidInput when `what`, a model that is to be run, is not the lake's or cannot be
+    told from another one."""
+    check_fingerprint(spec_fp, model_fp, what)
+    if spec_fp.get("weights") and not model_fp.get("weights"):
+        raise InvalidInput(
+            f"{what} has no safetensors files, and the lake was made for a model with: its weights "
+            "cannot be told from others; use the folder that the lake was made for"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from hslake.errors import InvalidInput, Missing
 from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.schemas import parse_json, validate
-from hslake.store import open_store
+from hslake.store import NoBucket, open_store
 from hslake.streams import FINAL, parse_streams
 
 __all__ = [
@@ -202,6 +202,8 @@ def read_spec(url: str) -> LakeSpec:
     store = open_store(url)
     try:
         text = store.read(SPEC_FILE)
+    except NoBucket:
+        raise
     except Missing:
         raise Missing(
             f"no lake at {url}: {SPEC_FILE} is not there; `hslake create` makes one"

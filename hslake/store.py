@@ -54,8 +54,8 @@ def refusal(where: str, error: Exception) -> HslakeError | None:
     if code in _FULL:
         return NoSpace(f"{what}: make room there and run it again")
     return Unavailable(
-        f"{what}: expected to be let in: look at owner, permissions, mount and limits there, then "
-        "run it again"
+        f"{what}: this user must be able to read and write there: look at owner, permissions, "
+        "mount and limits, then run it again"
     )
 
 
@@ -93,6 +93,10 @@ def check_no_password(url: str) -> None:
             "messages and logs: give it in the environment, for example AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         )
+
+
+class NoBucket(Missing):
+    """Not only the object, but all that could hold it is missing."""
 
 
 class Store:
@@ -144,7 +148,9 @@ class Store:
         """The machine's and a library's errors as hslake's. Each filesystem has its own kinds."""
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not self.is_local and "bucket does not exist" in str(error):
+                raise NoBucket(f"{self.root}: its bucket does not exist: make it first") from None
             raise self._missing(path) from None
         except HslakeError:
             raise

@@ -264,6 +264,11 @@ def test_trouble_is_named_without_secrets(bucket: str, monkeypatch: pytest.Monke
         hslake.open(f"{bucket}/nothing")
     found = call("create", "s3://there-is-no-such-bucket/lake", *make)
     assert found.exit_code == 2 and "bucket does not exist" in found.output
+    found = call("status", "s3://nobody-made-this/lake")
+    assert found.exit_code == 2 and "bucket does not exist" in found.output
+    assert "hslake create" not in found.output
+    found = call("status", f"{bucket}/nothing-here")
+    assert found.exit_code == 2 and "hslake create" in found.output
     with pytest.raises(InvalidInput, match=r"s3://\*\*\*@b/lake: the URL holds"):
         open_store(f"s3://AKIADUMMY:{SECRET.replace('/', '')}@b/lake")
 

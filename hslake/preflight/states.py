@@ -14,6 +14,7 @@ from hslake.preflight.probe import Probe, Rows
 from hslake.spec import LakeSpec
 from hslake.streams import FINAL
 
+_TELLING = 0.5  # least share of tokens that the model says more of than that all are alike
 _REPORT = "do not extract: report this with the server's log and SGLang version"
 
 
@@ -70,7 +71,8 @@ def check_log_probs(
 ) -> Check:
     """Whether `final` rows through the LM head give the server's own log-probs of the prompts.
 
-    Rows of another boundary, of another position or of another request do not.
+    Rows of another boundary, of another position or of another request do not, unless the model
+    takes all tokens for equally likely: then nothing is judged.
     """
     name = "log-probs"
     served, rows, targets = [], [], []
@@ -103,6 +105,14 @@ def check_log_probs(
         )
         todo = "do not extract: --model is not what the server runs, or the rows are of another "
         return failed(name, found_text, todo + "boundary or position: report this with its log")
+    telling = np.abs(made.values + np.log(head.vocab)) > allowed
+    if telling.mean() < _TELLING:
+        flat = (
+            f"not judged: {compared} agree, but {int((~telling).sum())} are as good as uniform "
+            "over the vocabulary, and other rows would agree as well"
+        )
+        todo = "look whether the server has the model's weights: random ones (--load-format dummy) "
+        return warned(name, flat, todo + "look like this")
     text = f"{compared} agree with the server's: the worst is {off[worst]:.2g} off, where "
     return passed(
         name, f"{text}{allowed[worst]:.2g} is allowed in {spec.dtype}; mean {off.mean():.2g}"

@@ -1,4 +1,5 @@
-"""Whose staging is it? One model's states must never reach another model's lake."""
+"""Whose staging is it? One model's states must never reach another model's lake, nor the files of
+staging lie among a lake's."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +9,7 @@ from hslake.errors import Corrupt, InvalidInput
 from hslake.spec import LakeSpec, check_fingerprint
 from hslake.staging.part import DONE
 from hslake.staging.reader import part_attributes, scan
+from hslake.store import open_store
 
 
 def check_part(path: Path, attributes: dict[str, Any], spec: LakeSpec) -> None:
@@ -40,3 +42,16 @@ def check_roots(roots: Iterable[str | Path], spec: LakeSpec) -> None:
                 except Corrupt:
                     continue  # recycled meanwhile, or damaged: the compactor reports that
                 check_part(path, attributes, spec)
+
+
+def check_apart(lake_url: str, staging: Path) -> None:
+    """Raise InvalidInput when the staging folder and the lake's are in each other."""
+    store = open_store(lake_url)
+    if not store.is_local:
+        return
+    lake, folder = Path(store.root).resolve(), staging.resolve()
+    if lake == folder or lake in folder.parents or folder in lake.parents:
+        raise InvalidInput(
+            f"--staging {staging} and the lake {lake} are in each other: the hook's files would "
+            "lie among the lake's; name a folder of its own, on /dev/shm"
+        )

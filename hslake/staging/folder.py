@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hslake.errors import Conflict
 from hslake.staging.locks import Lock, is_locked, rename_folder, try_lock
+from hslake.staging.runs import remove_dead_runs
 
 EVENTS = "events"
 LOCK = "lock"
@@ -42,8 +43,9 @@ def remove_writer(folder: Path) -> None:
 
 
 def remove_remains(root: Path) -> None:
-    """Remove what kills left out of sight under a staging root: folders half removed, and those of
-    writers that died before their birth."""
+    """Remove what kills left out of sight under a staging root: folders half removed, those of
+    writers that died before their birth, and those of dead servers' runs."""
+    remove_dead_runs(root)
     for path in root.glob(".*.gone"):
         shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".*.new"):

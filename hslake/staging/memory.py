@@ -13,6 +13,8 @@ import numpy as np
 from hslake.spec import LakeSpec
 from hslake.staging.space import allocate, check_room
 
+_BESIDE = 2 << 20  # bytes of a part's journal and metadata
+
 # (address, bytes) of a map -> the function that undoes it. Raises NoSpace.
 PageLock = Callable[[int, int], Callable[[], None]]
 
@@ -24,7 +26,12 @@ def bits_dtype(itemsize: int) -> np.dtype:
 
 def part_bytes(spec: LakeSpec, capacity: int) -> int:
     """Bytes of staging one part of `capacity` rows takes."""
-    return capacity * (spec.bytes_per_token + 4) + (2 << 20)
+    return capacity * (spec.bytes_per_token + 4) + _BESIDE
+
+
+def rows_in(spec: LakeSpec, size: int) -> int:
+    """Rows of the largest part that takes at most `size` bytes of staging."""
+    return max(0, size - _BESIDE) // (spec.bytes_per_token + 4)
 
 
 class PartMemory:

@@ -5,6 +5,7 @@ renames the folder, so the pages stay allocated while everything that described 
 """
 
 import json
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +104,8 @@ class Part:
         """A part of `memory`'s rows in its folder `path`. Raises NoSpace; the memory stays open."""
         self.path, self.memory = path, memory
         self.capacity = len(memory.input_ids)
-        self.used, self.sealed = 0, False
+        self.used = 0
+        self.sealed_at: float | None = None  # Unix time
         self.touched = 0.0  # when the last row was logged, on the writer's clock
         self.seal_failed = False  # for want of room
         self.passed_over = False  # a sample found no room here: to be sealed when nobody fills it
@@ -130,6 +132,11 @@ class Part:
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
         (path / METADATA).write_text(json.dumps(group))
         (path / _UNBORN).rename(path / JOURNAL)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether no more rows come."""
+        return self.sealed_at is not None
 
     @property
     def filling(self) -> bool:
@@ -170,7 +177,7 @@ class Part:
             f.write(data)
             f.truncate()
         (self.path / _UNSEALED).rename(self.path / SEALED)
-        self.sealed = True
+        self.sealed_at = time.time()
 
     def let_go(self) -> PartMemory:
         """End the part but for its memory, which is the next part's."""

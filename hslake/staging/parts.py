@@ -50,12 +50,17 @@ class Parts:
         self._refusal: str | None = None  # why the last part could not be made
         self._refused_at = 0.0
         self.add(self.make(self._path()))
-        while ahead and len(self.all) < limit:
+        while ahead and len(self.all) < limit and self._refusal is None:
             try:
                 self.add(self.make(self._path()))
             except NoSpace as error:
                 self.refuse(str(error))
-                break
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows of the parts there are, and of those that can still be made as far as is known."""
+        unmade = 0 if self._refusal else self.limit - len(self.all)
+        return (len(self.all) + unmade) * self.capacity
 
     # -- room -------------------------------------------------------------------------------
 
@@ -127,7 +132,13 @@ class Parts:
     def refuse(self, reason: str) -> None:
         """The wanted part could not be made: nobody is promised its rows until one can."""
         if self._refusal is None:
-            log.warning("%s: no further part for now: %s", self._folder, reason)
+            log.error(
+                "%s: ONLY %d OF %d PARTS, no further one for now: %s",
+                self._folder,
+                len(self.all),
+                self.limit,
+                reason,
+            )
         self._making, self._refusal, self._refused_at = False, reason, self._clock()
 
     def _path(self) -> Path:
@@ -197,6 +208,7 @@ class Parts:
                 "rows": part.capacity,
                 "reserved": part.used,
                 "state": "done" if (part.path / DONE).exists() else state,
+                "sealed_at": part.sealed_at,
             }
 
     def close(self) -> None:

@@ -6,12 +6,14 @@ the cgroup's headroom (v1 and v2) are looked at first.
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 from hslake.errors import NoSpace
 
-_RESERVE = 64 << 20  # left by parts, for what must still be written when no part fits any more
+RESERVE = 64 << 20  # left by parts, for what must still be written when no part fits any more
 SMALL_RESERVE = 8 << 20  # left by journals and events
+_IN_RAM = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def allocate(fd: int, size: int) -> None:
@@ -49,15 +51,47 @@ def cgroup_headroom(
     return min(left) if left else None
 
 
-def check_room(folder: Path, size: int, *, reserve: int = _RESERVE) -> None:
+def free_bytes(folder: Path) -> tuple[int, str]:
+    """Bytes left for `folder`, and what leaves no more: its filesystem or the memory cgroup."""
+    fs = os.statvfs(folder)
+    rooms = [(fs.f_bavail * fs.f_frsize, "the filesystem")]
+    headroom = cgroup_headroom()
+    if headroom is not None:
+        rooms.append((max(0, headroom), "the memory cgroup"))
+    return min(rooms)
+
+
+def check_room(folder: Path, size: int, *, reserve: int = RESERVE) -> None:
     """Raise NoSpace unless `size` more bytes and `reserve` fit the filesystem and the memory
     cgroup."""
-    fs = os.statvfs(folder)
-    free = fs.f_bavail * fs.f_frsize
-    headroom = cgroup_headroom()
-    for what, room in (("the filesystem", free), ("the memory cgroup", headroom)):
-        if room is not None and room < size + reserve:
-            raise NoSpace(
-                f"staging {folder}: {what} has {room:,} bytes left, {size:,} are needed and "
-                f"{reserve:,} stay in reserve: start the compactor, or lower the staging quota"
-            )
+    room, what = free_bytes(folder)
+    if room < size + reserve:
+        raise NoSpace(
+            f"staging {folder}: {what} has {room:,} bytes left, {size:,} are needed and "
+            f"{reserve:,} stay in reserve: start the compactor, or lower the staging quota"
+        )
+
+
+def filesystem(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """Type of the filesystem that holds `folder`, such as tmpfs or ext4; None if nobody says."""
+    path = folder.resolve()
+    best: tuple[int, str] | None = None
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text("utf-8", "replace").splitlines():
+            before, _, after = line.partition(" - ")
+            point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split()[4]))
+            # The last of equals is mounted over the others.
+            if path.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
+                best = len(point.parts), after.split()[0]
+    return best[1] if best else None
+
+
+def disk_warning(folder: Path) -> str | None:
+    """What to tell about a staging folder that is not in RAM; None when it is, or nobody knows."""
+    kind = filesystem(folder)
+    if kind is None or kind in _IN_RAM:
+        return None
+    return (
+        f"staging {folder} is on {kind}, not in RAM: every state is written to that disk once more "
+        "and capture is as slow as it is; name a folder on /dev/shm"
+    )

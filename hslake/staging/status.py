@@ -13,6 +13,7 @@ from typing import Any
 
 from hslake.errors import Corrupt, InvalidInput
 from hslake.schemas import parse_json, validate
+from hslake.staging.drops import OTHER
 from hslake.staging.folder import EVENTS, STATUS
 from hslake.staging.frames import FrameTail
 from hslake.staging.part import DONE, JOURNAL
@@ -78,6 +79,7 @@ class StatusReader:
         return {
             **status,
             "hook": {**NO_FIGURES, **status.get("hook", {})},
+            "dropped_by": status.get("dropped_by") or {OTHER: status["dropped"]},
             "error": error or status["error"],
             "alive": found.alive,
             "events": events,

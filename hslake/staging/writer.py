@@ -12,6 +12,7 @@ from hslake.checksum import RowStats, to_int64
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId
 from hslake.spec import LakeSpec
+from hslake.staging.drops import KINDS, OTHER, kind_of
 from hslake.staging.files import is_full, replace_text
 from hslake.staging.folder import EVENTS, STATUS, make_writer
 from hslake.staging.frames import FrameWriter
@@ -76,6 +77,7 @@ class StagingWriter:
         self._events = FrameWriter(self.folder / EVENTS, "events")
         self._cursor = 0
         self._counts = {"samples_captured": 0, "tokens_captured": 0, "dropped": 0}
+        self._dropped = dict.fromkeys((*KINDS, OTHER), 0)
         self._figures: dict[str, float] = {}
         self._health: tuple[bool, str | None] = (True, None)
         self._status_at, self._status_due, self._status_failed = 0.0, False, False
@@ -194,8 +196,9 @@ class StagingWriter:
 
     def drop(self, rid: RequestId, reason: str) -> None:
         """Record that an attempt is lost, so that the driver asks again at once (without room for
-        that it asks when it has waited for long enough)."""
+        that it asks when it has waited for long enough). `reason`: as in hslake.staging.drops."""
         self._counts["dropped"] += 1
+        self._dropped[kind_of(reason)] += 1
         try:
             self._events.room(self._spare())  # what is still open must be able to end
         except NoSpace as error:
@@ -263,7 +266,7 @@ class StagingWriter:
         self._health = (armed, error)
         try:
             if not armed:
-                self._finish("the capture stopped")
+                self._finish("stopped: the capture ended early")
         finally:
             self._write_status(force=True)
 
@@ -273,7 +276,7 @@ class StagingWriter:
             return
         self._closed = True
         try:
-            self._finish("writer closed")
+            self._finish("stopped: the server ended")
             self._write_status(force=True)
             self._parts.close()
             self._events.close()
@@ -346,11 +349,12 @@ class StagingWriter:
             "lake_id": self.spec.lake_id,
             "engine": self._engine,
             "free_rows": 0 if self._closed else self.free_rows(),
-            "capacity_rows": self._parts.limit * self._parts.capacity,
+            "capacity_rows": self._parts.capacity_rows,
             "largest_reservation": self._parts.capacity,
             "parts": list(self._parts.states()),
             "last_seq": self._cursor - len(self._unwritten),
             **self._counts,
+            "dropped_by": self._dropped,
             "bytes_captured": self._counts["tokens_captured"] * self.spec.bytes_per_token,
             **({"hook": self._figures} if self._figures else {}),
             "updated_at": now,

@@ -17,13 +17,13 @@ import torch
 
 import hslake
 from hslake.errors import Corrupt, InvalidInput, Missing, NoSpace
-from hslake.fingerprint import check_fingerprint, model_fingerprint
+from hslake.fingerprint import check_model, model_fingerprint
 from hslake.ids import RequestId, new_attempt
 from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec
 from hslake.staging import StagingWriter, read_part, scan
-from hslake.staging.check import check_roots
+from hslake.staging.check import check_apart, check_roots
 from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, bits
 from hslake.torch_checksum import digest
@@ -77,11 +77,12 @@ def capture_hf(
     start = time.monotonic()
     lake = hslake.open(str(lake_url))
     folder, root = Path(model_dir), Path(staging)
+    check_apart(str(lake_url), root)
     check_roots([root], lake.spec)
     if not (folder / "config.json").is_file():
         raise Missing(f"{folder} holds no config.json: give the folder of the model")
     fingerprint = model_fingerprint(folder)
-    check_fingerprint(lake.spec.model.fingerprint, fingerprint, f"the model {folder}")
+    check_model(lake.spec.model.fingerprint, fingerprint, f"the model {folder}")
     # Longest first: what does not fit fails at once, and parts fill without large gaps.
     work = worklist(lake, where, "length desc")
     waiting = _staged(lake, root)

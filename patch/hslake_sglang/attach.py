@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from hslake.errors import InvalidInput
-from hslake.spec import LakeSpec, check_fingerprint, model_fingerprint
+from hslake.fingerprint import check_model
+from hslake.spec import LakeSpec, model_fingerprint
 from hslake.staging import StagingWriter
-from hslake_sglang import flags, memory, ranks, report, settings, versions
+from hslake_sglang import flags, memory, ranks, report, served, settings, versions
 from hslake_sglang.capture import Capture
 from hslake_sglang.copies import CudaSide, page_lock, warm_up
 from hslake_sglang.taps import DTYPES, Taps, find_logits_processors, logits_inputs
@@ -42,26 +43,41 @@ def before_forward(runner: Any, forward_batch: Any = None, *args: Any, **kwargs:
         capture.before_forward(batch)
 
 
+def before_weight_change(method: str, owner: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE `method` of a ModelRunner or its WeightUpdater, which loads other weights: from here
+    on the states are not the lake's model's, so nothing more is captured. Never raises."""
+    try:
+        runner = owner.get_model_runner() if hasattr(owner, "get_model_runner") else owner
+        capture = getattr(runner, _ATTRIBUTE, None)
+        if capture is not None:
+            capture.disarm(
+                f"the server was given other weights ({method}): its states are no longer those of "
+                "the lake's model; restart it with hslake serve"
+            )
+    except Exception:
+        log.exception("hslake: after %s the capture could not be disarmed", method)
+
+
 def arm(runner: Any) -> Capture:
     """Set the capture on `runner`'s model and, on the writing rank, open its StagingWriter.
 
     Raises HslakeError when the server, the model or staging does not fit the lake.
     """
-    wrong = flags.check_running(runner.server_args, versions.installed())
-    if wrong:
-        raise InvalidInput("this server's settings break capture: " + "; ".join(wrong))
     rank = ranks.of(runner)
     found = settings.load(writers=rank.dp_size)
-    spec = found.spec
+    spec, path = found.spec, str(runner.server_args.model_path)
+    known = served.facts(spec, path)
+    wrong = flags.check_running(runner.server_args, versions.installed(), known)
+    if wrong:
+        raise InvalidInput("this server's settings break capture: " + "; ".join(wrong))
     processors = find_logits_processors(runner.model)
     if not processors:
         raise InvalidInput(f"{type(runner.model).__name__} has no logits processor to capture from")
     device = _device(runner)
     writer = None
     if rank.writes:
-        path = str(runner.server_args.model_path)
         fingerprint = model_fingerprint(path)
-        check_fingerprint(spec.model.fingerprint, fingerprint, f"the served model {path}")
+        check_model(spec.model.fingerprint, fingerprint, f"the served model {path}")
         writer = _open_writer(found, fingerprint, rank, runner, device)
         warm_up(device, DTYPES[spec.dtype], spec.hidden_size)
     # On every rank: capturing may itself start a collective operation.

@@ -57,6 +57,7 @@ class Capture:
         self.taps = taps
         self.writer = writer
         self.armed = writer is not None
+        self._stopped = False  # disarmed for good, or closed
         self.figures = Figures(gpu_bytes=gpu_bytes)
         self._lock = threading.Lock()  # around writer and copies: the upkeep thread uses them too
         self._side, self._copies = side, Copies(side, self._landed)
@@ -85,21 +86,25 @@ class Capture:
         self._guarded(self._before_logits, hidden, aux)
 
     def disarm(self, reason: str) -> None:
-        """Stop capturing for good and say so everywhere."""
-        self.armed = False
+        """Stop capturing for good and say so everywhere. The first reason stays."""
+        if self._stopped:
+            return
+        self._stopped, self.armed = True, False
         self._forget()
         log.error("hslake: DISARMED, nothing is captured from now on: %s", reason)
+        if self.writer is None:  # this rank only ran along
+            return
         try:
             with self._lock:
                 for flight in self._copies.forget():  # their memory is the server's again
                     self._settle(flight)
                 self.writer.set_health(False, reason)
-        except Exception:
-            log.exception("hslake: the status could not be updated")
+        except Exception as error:
+            log_failure("the status could not be updated", error)
 
     def close(self) -> None:
         """Seal what is in staging (orderly end of the process). Captures nothing from then on."""
-        self.armed = False
+        self._stopped, self.armed = True, False
         self._stop.set()
         if self.writer is None:
             return
@@ -111,8 +116,8 @@ class Capture:
                 return
             with self._lock:
                 self.writer.close()
-        except Exception:
-            log.exception("hslake: staging could not be sealed; the compactor takes it as it is")
+        except Exception as error:
+            log_failure("staging is not sealed, the compactor takes it as it is", error)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class Capture:
         try:
             step(*args)
         except Exception as error:
-            log.exception("hslake: the capture failed")
+            log_failure("the capture failed", error)
             if self.armed:
                 self.disarm(f"{type(error).__name__}: {error}")
         finally:
@@ -151,7 +156,7 @@ class Capture:
             self._waited += time.monotonic() - began
             if not in_time:
                 for piece in self._pieces:
-                    self._lose(piece, "the copies of earlier forwards did not end in time")
+                    self._lose(piece, "copies late: those of earlier forwards did not end in time")
                 self._pieces = []
         self._batch, self._seen = batch, self._seen or bool(self._pieces)
         self.taps.listen()
@@ -231,9 +236,10 @@ class Capture:
             with self._lock:
                 found = self.writer.get(piece.rid.attempt)
             if found is None:
-                return None, f"rows from position {piece.position} came without their beginning"
+                return None, f"out of order: rows from {piece.position} on without their beginning"
             if found.issued != piece.position:
-                return None, f"rows from position {piece.position} came after {found.issued} rows"
+                late = f"rows from {piece.position} on after {found.issued} rows"
+                return None, f"out of order: {late}"
             return found, None
         if self._no_space:  # nothing changes that within this forward
             return None, self._no_space
@@ -243,7 +249,7 @@ class Capture:
                     place: Reservation = self.writer.begin(piece.rid)
                 return place, None
             except InvalidInput as error:
-                return None, str(error)
+                return None, f"refused: {error}"
             except NoSpace as error:
                 began = time.monotonic()
                 if began >= self._deadline:
@@ -292,7 +298,7 @@ class Capture:
                     self._make_part(path)
             except Exception as error:
                 if self.armed:
-                    log.exception("hslake: the upkeep failed")
+                    log_failure("the upkeep failed", error)
                     self.disarm(f"upkeep: {type(error).__name__}: {error}")
                 self._stop.wait(_AFTER_FAILURE_S)  # what is in staging must still get out
 
@@ -308,6 +314,12 @@ class Capture:
             self.writer.add_part(part)
 
 
+def log_failure(what: str, error: Exception) -> None:
+    """In one line what the machine is to blame for, with the call stack what may be our mistake."""
+    stack = not isinstance(error, OSError)
+    log.error("hslake: %s: %s: %s", what, type(error).__name__, error, exc_info=stack)
+
+
 def is_prefill(batch: Any) -> bool:
     """Whether this ForwardBatch computes prompt rows (is_extend() would also mean draft verify)."""
     mode = getattr(batch.forward_mode, "name", "")
@@ -317,13 +329,11 @@ def is_prefill(batch: Any) -> bool:
 def unfit(piece: Piece, batch: Any) -> str | None:
     """Why this request's rows must not enter the lake, or None."""
     if piece.overflows:
-        return (
-            f"the prompt has more than the {piece.rid.length} tokens that its request id promises"
-        )
+        return f"wrong length: more than the {piece.rid.length} tokens of the request id"
     for name, what in (("mm_inputs", "media"), ("lora_ids", "a LoRA adapter")):
         values = getattr(batch, name, None)
         if values and values[piece.index] is not None:
-            return f"the request carries {what}: the states are not those of its tokens alone"
+            return f"not its tokens: the request carries {what}"
     if batch.input_ids is None or getattr(batch, "input_embeds", None) is not None:
-        return "the request carries embeddings instead of tokens"
+        return "not its tokens: the request carries embeddings instead"
     return None

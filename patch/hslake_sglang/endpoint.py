@@ -1,5 +1,6 @@
 """GET /hslake/status and /hslake/metrics on SGLang's own HTTP server, answered from the files in
-staging. They are protected like SGLang's own routes: with --api-key, only with the key."""
+staging, and from memory when somebody has deleted these. They are protected like SGLang's own
+routes: with --api-key, only with the key."""
 
 import logging
 import os
@@ -7,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hslake.errors import InvalidInput
+from hslake.errors import HslakeError, InvalidInput
 from hslake.staging import StatusReader
 from hslake.staging.status import document
-from hslake_sglang import metrics, report, settings
+from hslake_sglang import metrics, report, settings, versions
+from hslake_sglang.report import Told
 
 log = logging.getLogger("hslake")
 
@@ -28,15 +30,32 @@ def before_http(*args: Any, **kwargs: Any) -> None:
         log.exception("hslake: %s and %s could not be mounted", PATH, METRICS_PATH)
 
 
+class Memory:
+    """What the workers of this server have told so far, and the last trouble that was logged."""
+
+    def __init__(self) -> None:
+        self.told = Told(frozenset(), ())
+        self._logged: str | None = None
+
+    def log_once(self, trouble: str | None) -> None:
+        """One line for a trouble that every poll meets again."""
+        if trouble and trouble != self._logged:
+            log.error("hslake: %s", trouble)
+        self._logged = trouble
+
+
 def mount(app: Any, staging: Path, run: str) -> None:
     """Add the two routes to a FastAPI `app`; they show the writers of server run `run` only."""
     from fastapi.responses import JSONResponse, Response
 
-    reader = StatusReader(staging)
+    reader, memory = StatusReader(staging), Memory()
+    answer(reader, run, None, memory, limit=0)  # the workers are up: this may be the last chance
+
+    about = {"hook_version": versions.hook(), "sglang_version": versions.installed()}
 
     def status(since: str | None = None) -> Response:
         try:
-            return JSONResponse(answer(reader, run, since))
+            return JSONResponse(answer(reader, run, since, memory))
         except InvalidInput as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except Exception as error:
@@ -45,7 +64,7 @@ def mount(app: Any, staging: Path, run: str) -> None:
 
     def prometheus() -> Response:
         try:
-            page = metrics.text(answer(reader, run, None, limit=0))
+            page = metrics.text(answer(reader, run, None, memory, limit=0), about)
             return Response(page, media_type=metrics.CONTENT_TYPE)
         except ImportError as error:
             what, code = f"{error}: install prometheus_client beside SGLang", 501
@@ -58,27 +77,47 @@ def mount(app: Any, staging: Path, run: str) -> None:
     app.add_api_route(METRICS_PATH, prometheus, methods=["GET"], response_model=None)
 
 
-def answer(reader: StatusReader, run: str, since: str | None, **options: int) -> dict[str, Any]:
+def answer(
+    reader: StatusReader, run: str, since: str | None, memory: Memory | None = None, **options: int
+) -> dict[str, Any]:
     """The status document of server run `run` (hslake.staging.status).
 
     Other servers may share the staging folder, and dead writers may lie in it: only the writers
-    that this run enrolled are shown. `since` is `<writer>:<cursor>,…`; raises InvalidInput when it
-    is not. `options`: those of StatusReader.read.
+    that this run enrolled are shown. Staging that cannot be read is an answer: not armed, and why.
+    `since` is `<writer>:<cursor>,…`; raises InvalidInput when it is not. `memory`: of the earlier
+    answers. `options`: those of StatusReader.read.
     """
-    found = reader.read(parse_since(since), **options)["writers"]
-    told = report.told(reader.root, run)
+    cursors, memory = parse_since(since), memory or Memory()
+    found: list[dict[str, Any]] = []
+    trouble = None
+    try:
+        found = reader.read(cursors, **options)["writers"]
+        memory.told |= report.told(reader.root, run)
+    except (OSError, HslakeError) as error:
+        trouble = f"staging {reader.root} cannot be read now: {error}"
+    told = memory.told
     writers = [w for w in found if w["writer"] in told.writers]
-    errors = [*told.errors, *(str(w["error"]) for w in writers if w.get("error"))]
+    missing = sorted(told.writers - {w["writer"] for w in writers})
+    gone = None
+    if not reader.root.is_dir():
+        gone = f"staging {reader.root} is gone: it was deleted while this server ran"
+    elif missing and trouble is None:
+        gone = (
+            f"writer {', '.join(missing)} of this server is missing from staging {reader.root}: it "
+            "was deleted while this server ran, or its process died and a compactor has emptied it"
+        )
+    if gone:
+        trouble = f"{gone}; nothing more is captured: restart the server with hslake serve"
+    memory.log_once(trouble)
+    errors = [*([trouble] if trouble else []), *told.errors]
+    errors += [str(w["error"]) for w in writers if w.get("error")]
     errors += [
         f"writer {w['writer']} is dead: see the server's log" for w in writers if not w["alive"]
     ]
-    if len(writers) < len(told.writers):
-        errors.append("a writer of this server is missing from staging: was it deleted?")
     if not writers and not errors:
         errors.append("no hook has armed in this server; see its log")
     armed = not errors and all(w["armed"] for w in writers)
-    error = "; ".join(errors) or None
-    return {**document(writers), "armed": armed, "error": error}
+    return {**document(writers), "armed": armed, "error": "; ".join(errors) or None}
 
 
 def parse_since(text: str | None) -> dict[str, int]:

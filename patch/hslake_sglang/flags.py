@@ -5,7 +5,7 @@ the server's effective settings inside the worker, which also sees what other co
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hslake.errors import InvalidInput
@@ -18,6 +18,7 @@ TP = ("--tp-size", "--tensor-parallel-size")
 DP = ("--dp-size", "--data-parallel-size")
 ATTENTION_DP = ("--attn-dp-size", "--attention-data-parallel-size")
 CHUNK = "--chunked-prefill-size"
+CACHE = "--kv-cache-dtype"
 MEMORY = "--mem-fraction-static"
 _GRAPH_BACKEND = "--cuda-graph-backend-prefill"
 _NO_GRAPHS = ("--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph")
@@ -84,12 +85,14 @@ def prepare(
     dtype: str,
     known: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
+    facts: Collection[str] = (),
 ) -> list[str]:
     """SGLang's arguments with what capture needs for SGLang `version` and a lake of `dtype`.
 
     `known`: the options of this SGLang with their attributes (source.options), when they could be
-    read. `config`: content of the `--config` file. Raises InvalidInput on an unsupported version
-    and on arguments that break capture; all problems are listed in one message.
+    read. `config`: content of the `--config` file. `facts`: what makes some settings harmless
+    (served.facts). Raises InvalidInput on an unsupported version and on arguments that break
+    capture; all problems are listed in one message.
     """
     if problem := versions.problem(version):
         raise InvalidInput(problem)
@@ -99,12 +102,13 @@ def prepare(
     unread = config is None and option_value(every, ["--config"]) is not None
     if option_value(every, MODEL) is None and not unread:
         wrong.append("--model-path is missing: name the model's folder after `--`")
-    for rule in refusals(versions.parse(version)):
+    for rule in refusals(versions.parse(version), facts):
         spellings = {*rule.options, *(o for o, a in (known or {}).items() if a == rule.attribute)}
         value = option_value(every, sorted(spellings))
         if value is not None and rule.breaks(value):
             wrong.append(f"{rule.options[0]}: {rule.reason}")
     wrong += _refused_graphs(every)
+    wrong += _refused_cache(every, dtype)
     more, trouble = _dtype(every, dtype)
     wrong += trouble
     chunk, trouble = _chunk(every)
@@ -163,6 +167,16 @@ def _refused_graphs(args: Sequence[str]) -> list[str]:
     return wrong
 
 
+def _refused_cache(args: Sequence[str], lake: str) -> list[str]:
+    """Keys and values that are rounded to another type than the lake's: every row attends to them,
+    those of a later chunk more than others, and nothing in the lake would tell. What a model's own
+    files declare comes with `auto`."""
+    given = option_value(args, [CACHE])
+    if given in (None, "", "auto") or {"bf16": "bfloat16"}.get(str(given), given) == lake:
+        return []
+    return [f"{CACHE} {given}: states would depend on rounded keys and values; use auto"]
+
+
 def _dtype(args: Sequence[str], lake: str) -> tuple[list[str], list[str]]:
     names = {"half": "float16", "float": "float32"}
     given = option_value(args, ["--dtype"])
@@ -196,14 +210,15 @@ def effective(settings: Any, name: str) -> Any:
         return getattr(settings, name, None)
 
 
-def check_running(settings: Any, version: str) -> list[str]:
+def check_running(settings: Any, version: str, facts: Collection[str] = ()) -> list[str]:
     """Problems of a running server's effective settings (any object with SGLang's attribute names).
 
     Catches what a `--config` file, a bare `sglang serve` or SGLang itself brings past `prepare`.
+    `facts` as there.
     """
     problem = versions.problem(version)
     found: dict[str, str] = {}  # by reason: SGLang may set one thing because of another
-    for rule in refusals(versions.OLDEST if problem else versions.parse(version)):
+    for rule in refusals(versions.OLDEST if problem else versions.parse(version), facts):
         if rule.breaks(effective(settings, rule.attribute)):
             found.setdefault(rule.reason, rule.options[0])
     wrong = [problem] if problem else []

@@ -3,7 +3,8 @@
 prometheus_client comes with SGLang; hslake itself does not need it.
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hslake.staging.status import NO_FIGURES
@@ -14,12 +15,16 @@ _STATES = ("open", "sealed", "done")
 
 # (name, kind, key in a writer's status or its "hook", help)
 _FIGURES = (
-    ("samples_captured", "counter", "samples_captured", "Samples that are complete in staging."),
-    ("tokens_captured", "counter", "tokens_captured", "Tokens of these samples."),
+    ("captured_samples", "counter", "samples_captured", "Samples that are complete in staging."),
+    ("captured_tokens", "counter", "tokens_captured", "Tokens of these samples."),
     ("captured_bytes", "counter", "bytes_captured", "Raw bytes of these samples, all streams."),
-    ("attempts_dropped", "counter", "dropped", "Attempts not captured; the driver asks again."),
     ("free_rows", "gauge", "free_rows", "Staging rows that can be reserved now."),
-    ("capacity_rows", "gauge", "capacity_rows", "Staging rows of all parts of this writer."),
+    (
+        "capacity_rows",
+        "gauge",
+        "capacity_rows",
+        "Staging rows of all parts that can be had.",
+    ),
     ("forwards", "counter", "forwards", "Forward passes whose rows were taken."),
     ("forward_seconds", "counter", "forward_s", "Time forward passes spent in the hook."),
     ("forwards_in_flight", "gauge", "in_flight", "Forward passes with copies not yet complete."),
@@ -36,8 +41,8 @@ _FIGURES = (
 class Collector:
     """What a prometheus_client registry asks: the metrics of one status document."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self._document = document
+    def __init__(self, document: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        self._document, self._versions = document, dict(versions)
 
     def collect(self) -> Iterator[Any]:
         """Every metric; `hslake_armed` and `hslake_writers` also without any writer."""
@@ -51,6 +56,9 @@ class Collector:
         yield core.GaugeMetricFamily(
             "hslake_armed", "1 while every rank of this server captures.", document["armed"]
         )
+        about = core.InfoMetricFamily("hslake", "Versions of this server.")
+        about.add_metric((), self._versions)
+        yield about
         yield core.GaugeMetricFamily("hslake_writers", "Writers of this server.", len(writers))
         for name, kind, key, text in _FIGURES:
             family = kinds[kind](f"hslake_{name}", text, labels=_LABELS)
@@ -63,13 +71,31 @@ class Collector:
         parts = core.GaugeMetricFamily(
             "hslake_parts", "Staging parts by state.", labels=(*_LABELS, "state")
         )
+        dropped = core.CounterMetricFamily(
+            "hslake_dropped_attempts",
+            "Attempts not captured; the driver asks again.",
+            labels=(*_LABELS, "reason"),
+        )
+        oldest = core.GaugeMetricFamily(
+            "hslake_oldest_sealed_part_age_seconds",
+            "How long a sealed part has waited for the compactor; 0 without one.",
+            labels=_LABELS,
+        )
         for labels, figures in writers:
+            for kind, count in figures["dropped_by"].items():
+                dropped.add_metric((*labels, kind.replace(" ", "_")), count)
+            oldest.add_metric(labels, _waiting(figures["parts"]))
             copies.add_metric(labels, int(figures["copies"]), figures["copy_s"])
             states = [part["state"] for part in figures["parts"]]
             for state in _STATES:
                 parts.add_metric((*labels, state), states.count(state))
-        yield copies
-        yield parts
+        yield from (dropped, oldest, copies, parts)
+
+
+def _waiting(parts: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that the sealed part which waits longest has waited."""
+    since = [p["sealed_at"] for p in parts if p["state"] == "sealed" and p.get("sealed_at")]
+    return max(0.0, time.time() - min(since)) if since else 0.0
 
 
 def _writers(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -84,13 +110,13 @@ def _labels(writer: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def text(document: Mapping[str, Any]) -> bytes:
+def text(document: Mapping[str, Any], versions: Mapping[str, str]) -> bytes:
     """A status document (hslake.staging.status) in Prometheus' text format 0.0.4.
 
-    Raises ImportError where prometheus_client is missing.
+    `versions`: labels of hslake_info. Raises ImportError where prometheus_client is missing.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(document))
+    registry.register(Collector(document, versions))
     return generate_latest(registry)

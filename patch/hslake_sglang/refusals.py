@@ -1,8 +1,18 @@
-"""SGLang's settings that break capture: how each is called, why, and what to do instead."""
+"""SGLang's settings that break capture: how each is called, why, and what to do instead.
 
-from collections.abc import Callable
+Also those that make the server compute another model than the folder it was given, whose
+fingerprint is the lake's. Choices of kernels, and of how exactly they compute, are not among them:
+they move the rounding of one and the same model.
+"""
+
+import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+
+# Facts that make some settings harmless (hslake_sglang.served.facts).
+NO_WEIGHTS = "the lake was made for a config without weights"
+DECLARED = "the model's own files say that it is quantised, or nobody knows"
 
 _OFF: tuple[Any, ...] = (None, False, 0, 1, "", "null", "none", (), [])
 
@@ -11,7 +21,8 @@ _OFF: tuple[Any, ...] = (None, False, 0, 1, "", "null", "none", (), [])
 class Refusal:
     """One setting. `attribute` is its name in SGLang's ServerArgs, `options` its spellings on the
     command line over all versions, `breaks` decides from a value: of a running server, or a
-    string ("" for an option without value). `below`: only older versions break.
+    string ("" for an option without value). `below`: only older versions break. `unless`: a fact
+    about lake or model under which it does not.
     """
 
     attribute: str
@@ -19,6 +30,7 @@ class Refusal:
     reason: str
     breaks: Callable[[Any], bool]
     below: tuple[int, int, int] | None = None
+    unless: str | None = None
 
 
 def _more_than_one(value: Any) -> bool:
@@ -40,6 +52,18 @@ def _on(value: Any) -> bool:
     return value is True or (isinstance(value, str) and value.lower() not in ("false", "0", "no"))
 
 
+def _other_than(*texts: str) -> Callable[[Any], bool]:
+    """Whether a value is given and is none of `texts`; it may be an enumeration's."""
+    return lambda value: _set(value) and str(getattr(value, "value", value)).lower() not in texts
+
+
+def _some_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(str(value))) if _set(value) else False
+    except ValueError:
+        return False  # SGLang says what it thinks of it
+
+
 def _option(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
@@ -56,6 +80,11 @@ def _value(attribute: str, reason: str, *more: str) -> Refusal:
     return Refusal(attribute, (_option(attribute), *more), reason, _set)
 
 
+def _but(attribute: str, harmless: tuple[str, ...], reason: str, **rest: Any) -> Refusal:
+    """Refused with any value that is not among `harmless`."""
+    return Refusal(attribute, (_option(attribute),), reason, _other_than(*harmless), **rest)
+
+
 _PREFILL_CP = "context-parallel prefill shards the rows over ranks; remove it"
 _ADAPTER = "an adapter changes the states under the same model fingerprint; remove it"
 _RETURN = (
@@ -64,6 +93,53 @@ _RETURN = (
 )
 _GRAPH = "a prefill CUDA graph hides the batch's request ids from the hook; remove it"
 _FRONT = "/hslake/status and /hslake/metrics need SGLang's own HTTP server; remove it"
+
+_NOT_ITS = "the weights are not those of the model's folder, whose fingerprint is the lake's; "
+_QUANTISED = (
+    "the server would compute another model than the folder's, whose fingerprint is the lake's; "
+    "remove it, or save the quantised model in a folder and make a lake for that"
+)
+_CONFIG = (
+    "the server would compute another model than config.json describes, whose fingerprint is the "
+    "lake's; write it into the config.json of a folder of its own and make a lake for that"
+)
+# They read the safetensors files of the folder as they are.
+_ITS_FILES = (
+    *("auto", "safetensors", "instanttensor", "fastsafetensors", "runai_streamer"),
+    *("sharded_state", "layered", "mistral"),
+)
+
+_OTHER_MODEL: tuple[Refusal, ...] = (
+    _but(
+        "load_format",
+        _ITS_FILES,
+        _NOT_ITS + "use auto (dummy is for a lake that was made from a config.json alone)",
+        unless=NO_WEIGHTS,
+    ),
+    _but("weight_cache_mode", ("off",), _NOT_ITS + "use off"),
+    _switch("checkpoint_engine_wait_weights_before_ready", _NOT_ITS + "remove it"),
+    _switch("enable_memory_saver", "weights may leave the GPU and not come back; remove it"),
+    _value("kt_weight_path", _NOT_ITS + "remove it"),
+    _value("modelopt_checkpoint_restore_path", _NOT_ITS + "remove it"),
+    Refusal(
+        "quantization", ("--quantization",), _QUANTISED, _other_than("unquant"), unless=DECLARED
+    ),
+    Refusal(
+        "quantization",
+        ("--quantization",),
+        "it quantises the model anew; remove it",
+        _is("quark_mxfp4"),
+    ),
+    _value("modelopt_quant", _QUANTISED),
+    _switch("quantize_and_serve", _QUANTISED),
+    _value("torchao_config", _QUANTISED),
+    _value("rl_quant_profile", _QUANTISED),
+    Refusal("json_model_override_args", ("--json-model-override-args",), _CONFIG, _some_json),
+    _value("decrypted_config_file", _CONFIG),
+    _but("model_config_parser", ("auto", "hf", "mistral"), _CONFIG),
+    _value("forward_hooks", "they may change the states on their way; remove it"),
+    _switch("debug_tensor_dump_inject", "it replaces the states on their way; remove it"),
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     _number(
@@ -129,9 +205,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "prefixes restored from a cache are not computed, so not captured; remove it",
         "--enable-hicache",
     ),
+    *_OTHER_MODEL,
 )
 
 
-def refusals(version: tuple[int, int, int]) -> list[Refusal]:
-    """Those that hold for this SGLang version."""
-    return [rule for rule in REFUSALS if rule.below is None or version < rule.below]
+def refusals(version: tuple[int, int, int], facts: Collection[str] = ()) -> list[Refusal]:
+    """Those that hold for this SGLang version, given `facts` (NO_WEIGHTS, DECLARED)."""
+    return [
+        rule
+        for rule in REFUSALS
+        if (rule.below is None or version < rule.below) and rule.unless not in facts
+    ]

@@ -1,6 +1,7 @@
 """`hslake serve`: SGLang with the capture, checked before any weight is loaded."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hslake.errors import HslakeError, InvalidInput, Missing
-from hslake.fingerprint import read_config
+from hslake.fingerprint import check_model, read_config
 from hslake.modelinfo import read_model
-from hslake.spec import LakeSpec, ModelInfo, check_fingerprint, model_fingerprint, read_spec
-from hslake.staging.check import check_roots
-from hslake_sglang import flags, memory, settings, source
+from hslake.spec import LakeSpec, ModelInfo, model_fingerprint, read_spec
+from hslake.staging.check import check_apart, check_roots
+from hslake_sglang import flags, memory, room, settings, source
 from hslake_sglang.interpreter import Found, ask
+from hslake_sglang.served import facts
 
 _SGLANG_PORT = 30_000  # its default
 _GIB = 2**30
@@ -46,35 +48,37 @@ def prepare(
     `python` is the interpreter that has SGLang (default: this one), `env` what is added to this
     process's environment, for example PYTHONPATH. Raises InvalidInput, Missing or NoSpace.
     """
+    for name, value in (("--part-tokens", part_tokens), ("--max-parts", max_parts)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"{name} {value}: expected a positive whole number")
     spec = read_spec(lake_url)
     folder = settings.check_staging(staging)
+    check_apart(lake_url, folder)
     check_roots([folder], spec)
     interpreter = str(python or sys.executable)
     full = {**os.environ, **(env or {})}
     found = _sglang(interpreter, full, flags.option_value(sglang_args, ["--config"]))
     known = source.options(found.root) if found.root else {}
     args = flags.prepare(
-        sglang_args, version=found.version, dtype=spec.dtype, known=known, config=found.config
+        sglang_args,
+        version=found.version,
+        dtype=spec.dtype,
+        known=known,
+        config=found.config,
+        facts=facts(spec, _model([*flags.config_args(found.config or {}), *sglang_args])),
     )
     every = [*flags.config_args(found.config or {}), *args]
     foreign = found.others or bool(full.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
     notes = _check_model(spec, every, found, foreign=foreign)
     _check_port(every)
-    for name, value in ((settings.PART_TOKENS, part_tokens), (settings.MAX_PARTS, max_parts)):
-        if value is not None:
-            full[name] = str(value)
-    tokens, parts = settings.staging_size(
-        folder,
-        spec,
-        settings.count(full, settings.PART_TOKENS),
-        settings.count(full, settings.MAX_PARTS),
-        writers=flags.writers(every),
-    )
-    staged = tokens * parts * (spec.bytes_per_token + 4)
-    notes += [
-        f"staging: {flags.writers(every)} writer(s) of {parts} parts of {tokens:,} tokens, "
-        f"{staged / _GIB:.2f} GiB each, in {folder}"
-    ]
+    if part_tokens is None:
+        part_tokens = settings.count(full, settings.PART_TOKENS)
+    if max_parts is None:
+        max_parts = settings.count(full, settings.MAX_PARTS)
+    tokens, parts, told = room.plan_staging(lake_url, folder, spec, every, part_tokens, max_parts)
+    notes += told
+    # Settled here: a worker would count what others have taken meanwhile.
+    full[settings.PART_TOKENS], full[settings.MAX_PARTS] = str(tokens), str(parts)
     args, more = _leave_memory(spec, args, every, full)
     full[settings.STAGING] = str(folder.resolve())
     full[settings.LAKE] = lake_url
@@ -160,15 +164,19 @@ def _check_port(args: Sequence[str]) -> None:
     """SGLang finds a busy port only after the weights are loaded."""
     host = flags.option_value(args, ["--host"]) or "127.0.0.1"
     port = flags.option_value(args, ["--port"]) or str(_SGLANG_PORT)
-    if not port.isdigit():
-        return  # SGLang says what it thinks of it
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
+        raise InvalidInput(f"--port {port}: expected a number from 1 to 65535")
     try:
         with socket.create_server((host, int(port))):
             pass
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InvalidInput(
             f"--host {host} --port {port} cannot be listened on ({error}): name another --port"
         ) from None
+
+
+def _model(args: Sequence[str]) -> str | None:
+    return flags.option_value(args, flags.MODEL)
 
 
 def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: bool) -> list[str]:
@@ -176,7 +184,7 @@ def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: 
 
     Returns what to tell about it. Raises InvalidInput or Missing.
     """
-    model = flags.option_value(args, flags.MODEL)
+    model = _model(args)
     if model and model.startswith(("/", ".")) and not Path(model).exists():
         raise Missing(f"--model-path {model}: there is no such folder")
     if not model or not (Path(model) / "config.json").is_file():
@@ -192,12 +200,10 @@ def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: 
     try:
         info, dtype = read_model(path, None)
     except HslakeError:  # a config that only SGLang understands
-        check_fingerprint(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")
+        check_model(spec.model.fingerprint, model_fingerprint(model), f"the model {model}")
         return []
-    # With this option the numbers of config.json are not those that will be served.
-    if flags.option_value(args, ["--json-model-override-args"]) is None:
-        _check_size(spec, path, info)
-    check_fingerprint(spec.model.fingerprint, info.fingerprint, f"the model {model}")
+    _check_size(spec, path, info)
+    check_model(spec.model.fingerprint, info.fingerprint, f"the model {model}")
     if dtype in (None, spec.dtype):
         return []
     return [f"dtype: the model's config names {dtype}; served and stored as {spec.dtype}"]

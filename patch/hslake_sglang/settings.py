@@ -4,13 +4,14 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hslake.errors import InvalidInput, Missing, NoSpace
 from hslake.spec import LakeSpec, read_spec
+from hslake.staging import space
+from hslake.staging.memory import part_bytes, rows_in
 
 STAGING = "HSLAKE_STAGING"
 LAKE = "HSLAKE_LAKE"
@@ -70,6 +71,8 @@ def count(env: Mapping[str, str], name: str) -> int | None:
 def check_staging(path: str | Path) -> Path:
     """The staging directory, which must exist and be writable."""
     staging = Path(path)
+    if staging.exists() and not staging.is_dir():
+        raise InvalidInput(f"staging {str(path)!r} is a file, expected a directory on /dev/shm")
     if not str(path) or not staging.is_dir():
         raise Missing(f"staging directory {str(path)!r} does not exist: make it, on /dev/shm")
     if not os.access(staging, os.W_OK | os.X_OK):
@@ -84,27 +87,32 @@ def staging_size(
     max_parts: int | None = None,
     *,
     writers: int = 1,
+    longest: int = 0,
 ) -> tuple[int, int]:
     """(tokens of a part, parts) of each of `writers`: given values, else defaults that leave half
-    of the free space alone.
+    of the free space alone and hold a sample of `longest` tokens.
 
-    Raises NoSpace when even small parts do not fit, or the given ones do not.
+    Without `max_parts` there may be fewer parts than by default. Raises NoSpace when what is asked
+    for does not fit beside the reserve that parts leave.
     """
-    parts = max_parts or DEFAULT_PARTS
-    free = shutil.disk_usage(staging).free
-    row = spec.bytes_per_token + 4
-    room = free // 2 // row // (parts * writers)
-    tokens = part_tokens or min(DEFAULT_PART_TOKENS, room)
-    if tokens > (free // row // (parts * writers) if part_tokens else room) or (
-        part_tokens is None and tokens < _SMALLEST_PART
-    ):
-        need = max(tokens, _SMALLEST_PART) * row * parts * writers
+    free, where = space.free_bytes(staging)
+    room = free - space.RESERVE
+    if part_tokens is None:
+        room = min(room, free // 2)
+    least = part_tokens or max(_SMALLEST_PART, longest)
+    fit = max(0, room) // writers // part_bytes(spec, least)
+    parts = max_parts or min(DEFAULT_PARTS, fit)
+    if not 0 < parts <= fit:
+        asked = max_parts or 1
+        need = part_bytes(spec, least) * asked * writers
         raise NoSpace(
-            f"staging {staging}: {writers} writer(s) of {parts} parts need {_gib(need)}, "
-            f"{_gib(free)} are free; free some, or take smaller or fewer parts with --part-tokens "
-            f"and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
+            f"staging {staging}: {writers} writer(s) of {asked} parts of {least:,} tokens need "
+            f"{_gib(need)}; {where} has {_gib(free)} left, of which {_gib(max(0, room))} may be "
+            f"taken ({space.RESERVE >> 20} MiB stay in reserve); make room there, or take smaller "
+            f"or fewer parts with --part-tokens and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
         )
-    return tokens, parts
+    most = rows_in(spec, room // (parts * writers))
+    return part_tokens or min(max(DEFAULT_PART_TOKENS, longest), most), parts
 
 
 def _gib(size: int) -> str:

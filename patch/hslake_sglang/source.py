@@ -18,6 +18,34 @@ _ENTRIES = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[.*?\]|\w+)", re.M | re
 _BY_CONFIG = re.compile(r"self\.(?:language_model|model|llm|inner)\s*=\s*[a-z_][\w.]*\(")
 FALLBACK = "TransformersForCausalLM"
 
+# Where a running server is given other weights: methods of these classes with such names. What they
+# are called and where they stand differs between versions; a new one is likely to fit too.
+_WEIGHT_CLASSES = (
+    ("model_executor.model_runner", "ModelRunner"),
+    ("model_executor.model_runner_components.weight_updater", "WeightUpdater"),  # from 0.5.16 on
+)
+_WEIGHT_CHANGE = re.compile(
+    r"(update_weights|load_weights|begin_weight_update|end_weight_update|load_lora_adapter)"
+)
+
+
+def weight_changes(root: Path) -> list[str]:
+    """Full names of the methods that give a running server other weights or an adapter.
+
+    Empty when the source cannot be read by this Python.
+    """
+    found = []
+    for module, owner in _WEIGHT_CLASSES:
+        path = root / "srt" / (module.replace(".", "/") + ".py")
+        try:
+            tree = ast.parse(path.read_text("utf-8"))
+        except (OSError, ValueError, SyntaxError):
+            continue  # this version has no such file
+        bodies = (n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner)
+        methods = [n.name for body in bodies for n in body if isinstance(n, ast.FunctionDef)]
+        found += [f"sglang.srt.{module}.{owner}.{m}" for m in methods if _WEIGHT_CHANGE.match(m)]
+    return found
+
 
 def options(root: Path) -> dict[str, str]:
     """The server's command line options, each with the attribute of ServerArgs that it sets.

@@ -12,6 +12,13 @@ def get(url: str, timeout: float = 60.0) -> Any:
         return json.loads(answer.read() or b"null")
 
 
+def text(url: str, timeout: float = 60.0) -> str:
+    """Body of a GET."""
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        body: bytes = answer.read()
+        return body.decode()
+
+
 def code(url: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> int:
     """Status code of a GET, or of a POST of `body`."""
     try:

@@ -14,6 +14,7 @@ import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
+from hslake.staging.runs import RUNS
 from hslake.verify import verify
 from tests.e2e import client
 from tests.e2e.conftest import CHUNK, LENGTHS, Stage, capture_all, set_stage
@@ -112,8 +113,22 @@ def stage(
             "status": client.get(made.url + "/hslake/status"),
             "shared memory": list(made.server._loads),
         }
+        made.facts["updated"] = other_weights(made, deepseek, alone)
+    made.facts["runs left"] = [p.name for p in (made.staging / RUNS).iterdir()]
     compact(made.lake, [made.staging])
     yield made
+
+
+def other_weights(stage: Stage, model: Path, ids: list[int]) -> dict[str, Any]:
+    """Give the server weights; what it says then, and whether it still serves."""
+    body = {"model_path": str(model)}
+    told = client.post(stage.url + "/update_weights_from_disk", body)
+    rid = RequestId(hslake.open(stage.lake).spec.lake8, new_attempt(), len(ids), "A1", "late")
+    client.generate(stage.url, ids, rid=rid.encode())
+    late = [e for e in events(stage.url) if e["sample_id"] == "late"]
+    status = client.get(stage.url + "/hslake/status")
+    metrics = client.text(stage.url + "/hslake/metrics")
+    return {"told": told, "late": late, "status": status, "metrics": metrics}
 
 
 def writers(stage: Stage) -> list[dict[str, Any]]:
@@ -128,11 +143,26 @@ def test_one_writer_for_each_dp_rank(stage: Stage) -> None:
     assert stage.facts["status"]["armed"] is True and stage.facts["traffic"].failures == []
 
 
+def test_other_weights_disarm_every_rank(stage: Stage) -> None:
+    found = stage.facts["updated"]
+    assert found["told"]["success"], found["told"]
+    status = found["status"]
+    assert status["armed"] is False and "update_weights_from_disk" in status["error"]
+    for writer in status["writers"]:
+        assert writer["armed"] is False and "other weights" in writer["error"]
+    assert "\nhslake_armed 0.0\n" in found["metrics"]
+    assert found["late"] == []
+    log = stage.server.log.read_text("utf-8", "replace")
+    assert log.count("hslake: DISARMED") == stage.facts["layout"].tp  # one process a rank
+    assert "Failed to apply hooks" not in log
+
+
 def test_nothing_stays_in_shared_memory(stage: Stage) -> None:
     found = stage.facts["shared memory"]
     queues = [path for path in found if "shm_mq" in path.name]
     assert len(queues) == (1 if stage.facts["layout"].tp > 1 else 0)
     assert found and not any(path.exists() for path in found)
+    assert stage.facts["runs left"] == []
 
 
 def test_every_sample_once_from_whichever_rank(stage: Stage) -> None:

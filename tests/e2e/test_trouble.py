@@ -178,6 +178,7 @@ def deleted_folder(stage: Stage, sender: Sender) -> None:
     with contextlib.suppress(AssertionError):
         facts["disarmed"] = wait_for("the hook says so in the log", disarmed, timeout=30)
     facts["status after delete"] = client.get(stage.url + "/hslake/status")
+    facts["metrics after delete"] = client.text(stage.url + "/hslake/metrics")
     facts["healthy after delete"] = client.code(stage.url + "/health_generate")
     facts["served after delete"] = sender.send("B3-01")
 
@@ -247,7 +248,8 @@ def test_everything_arrived_once(stage: Stage, samples: dict[str, list[int]]) ->
 
 def test_a_deleted_folder_disarms_loudly(stage: Stage) -> None:
     status = stage.facts["status after delete"]
-    assert status["armed"] is False and status["error"]
+    assert status["armed"] is False and "missing from staging" in status["error"]
+    assert "\nhslake_armed 0.0\n" in stage.facts["metrics after delete"]
     assert stage.facts["healthy after delete"] == 200
     assert stage.facts["served after delete"]
     assert stage.facts.get("disarmed"), "nothing in the log, and it goes on as if it captured"

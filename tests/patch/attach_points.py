@@ -23,6 +23,8 @@ BATCH = {
     *("mm_inputs", "lora_ids", "forward_mode"),
 }
 LOGITS = ["self", "input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states"]
+# Every way to give a running server other weights or an adapter: what the names contain.
+WAYS = ("from_disk", "weights_from_distributed", "from_tensor", "from_ipc", "load_lora_adapter")
 ADDED = ("--dtype", "--chunked-prefill-size", "--disable-radix-cache", "--mem-fraction-static")
 
 
@@ -88,7 +90,8 @@ def fields(tree: ast.AST) -> set[str]:
 def check(folder: Path) -> list[Check]:
     """Every check of the SGLang in `folder`."""
     sglang = Source(folder)
-    parts = (_version, _plugins, _worker, _batch, _http, _models, _ranks, _options, _numbers)
+    parts = (_version, _plugins, _worker, _weights, _batch, _http, _models, _ranks, _options)
+    parts += (_numbers,)
     return [one for part in parts for one in part(sglang)]
 
 
@@ -127,6 +130,20 @@ def _worker(s: Source) -> Iterator[Check]:
     logits = named(named(s.tree("layers/logits_processor.py"), "LogitsProcessor"), "forward")
     found = parameters(logits)
     yield Check("LogitsProcessor.forward", found[: len(LOGITS)] == LOGITS, ", ".join(found))
+
+
+def _weights(s: Source) -> Iterator[Check]:
+    changes = source.weight_changes(s.root)
+    names = [c.rpartition(".")[2] for c in changes]
+    missing = [way for way in WAYS if not any(way in name for name in names)]
+    yield Check("weight changes that are hooked", not missing, ", ".join(missing or names))
+    # Whoever else calls the model's load_weights in a worker goes through one of them.
+    folder = s.root / "srt/managers"
+    direct = [p.name for p in folder.rglob("*.py") if ".load_weights(" in p.read_text("utf-8")]
+    yield Check("no other way to load weights", not direct, ", ".join(direct) or "none")
+    updater = s.text("model_executor/model_runner_components/weight_updater.py")
+    knows = not updater or "get_model_runner: " in updater
+    yield Check("the weight updater knows its runner", knows, str(knows))
 
 
 def _batch(s: Source) -> Iterator[Check]:

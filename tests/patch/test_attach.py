@@ -1,11 +1,16 @@
-"""What becomes of staging when a worker process ends."""
+"""What becomes of staging when a worker process ends, and when it is given other weights."""
 
+import logging
 import multiprocessing
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hslake_sglang import attach
 from hslake_sglang.attach import close_at_exit
 from hslake_sglang.capture import Capture
 from hslake_sglang.taps import Taps
@@ -13,7 +18,8 @@ from hslake_sglang.taps import Taps
 from hslake.checksum import RowStats
 from hslake.ids import RequestId
 from hslake.staging import StagingWriter, read_part, scan
-from tests.patch.toy import Toy, make_spec
+from tests.patch.recording import RecordingWriter
+from tests.patch.toy import Toy, make_batch, make_spec
 
 
 def work(staging: Path, end: str) -> None:
@@ -47,3 +53,44 @@ def test_an_orderly_end_seals_staging(tmp_path: Path, method: str, end: str) -> 
     # What is complete is there however it ended.
     states = [r.state for r in info.reserved]
     assert states == ["complete", "open" if end == "killed" else "abandoned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """As SGLang's WeightUpdater: nothing can be set on it, and it knows its runner."""
+
+    runner: Any
+
+    def get_model_runner(self) -> Any:
+        return self.runner
+
+
+@pytest.mark.parametrize("updater", [True, False])
+def test_other_weights_end_the_capture(updater: bool, caplog: pytest.LogCaptureFixture) -> None:
+    spec, model = make_spec(("2", "final")), Toy()
+    writer = RecordingWriter(spec)
+    capture = Capture(spec, Taps(model, spec), writer, upkeep=False)
+    runner = SimpleNamespace(**{attach._ATTRIBUTE: capture})
+    half = RequestId(spec.lake8, "attempt1", 8, "A1", "a")
+    attach.before_forward(runner, make_batch([(half.encode(), list(range(8)), 0, 4)]))
+    attach.before_weight_change("update_weights_from_disk", Updater(runner) if updater else runner)
+    assert capture.armed is False and writer.health[0] is False
+    assert "update_weights_from_disk" in str(writer.health[1]) and "DISARMED" in caplog.text
+    batch = make_batch([(half.encode(), list(range(8)), 0, 8)])
+    attach.before_forward(runner, batch)
+    model(batch.input_ids)
+    assert not writer.done and not writer.open
+    # The first reason is what a person needs to see.
+    attach.before_weight_change("end_weight_update", runner)
+    assert "update_weights_from_disk" in str(writer.health[1])
+
+
+def test_other_weights_on_a_rank_that_does_not_write(caplog: pytest.LogCaptureFixture) -> None:
+    spec = make_spec(("2", "final"))
+    capture = Capture(spec, Taps(Toy(), spec), None)
+    attach.before_weight_change("f", SimpleNamespace(**{attach._ATTRIBUTE: capture}))
+    assert "DISARMED" in caplog.text
+    assert not [r for r in caplog.records if r.exc_info]
+    caplog.clear()
+    attach.before_weight_change("f", SimpleNamespace())  # nothing was armed there
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []

@@ -137,7 +137,7 @@ def test_wrong_lengths_are_dropped() -> None:
     c, pc = sample("c", 9)
     server.forward((c.encode(), pc, 0, 3))
     server.forward((c.encode(), pc, 5, 4))  # rows 3 and 4 never came
-    assert "came after 3 rows" in server.writer.dropped[c.attempt]
+    assert "on after 3 rows" in server.writer.dropped[c.attempt]
     assert not server.writer.done and not server.writer.open and server.capture.armed
 
 
@@ -208,3 +208,17 @@ def test_copy_is_bit_exact_for_odd_values() -> None:
         signed = torch.int32 if dtype == torch.float32 else torch.int16
         assert (view.view(f"i{view.itemsize}") == tensor.view(signed).numpy()).all()
         assert rows_checksum(view) == rows_checksum(view.copy())
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("staging is gone"), ValueError("a mistake")])
+def test_only_our_own_mistakes_are_logged_with_the_call_stack(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    server = Server()
+    server.writer.broken = error
+    a, prompt = sample("a", 4)
+    server.forward((a.encode(), prompt, 0, 4))
+    server.forward((a.encode(), prompt, 0, 4))
+    assert server.capture.armed is False and str(error) in caplog.text
+    stacks = [r for r in caplog.records if r.exc_info]
+    assert len(stacks) == isinstance(error, ValueError)

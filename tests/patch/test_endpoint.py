@@ -1,6 +1,7 @@
 """What GET /hslake/status and /hslake/metrics say about this server, and only about it."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hslake.errors import InvalidInput
 from hslake.ids import RequestId
 from hslake.staging import StatusReader
+from hslake.staging.drops import KINDS, OTHER
 from tests.staging.test_writer import put, spec
 from tests.staging.test_writer import writer as staging_writer
 
@@ -140,7 +142,8 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
     put(made, "a", 16, 1)
     put(made, "b", 3, 2)
     for n in range(2):
-        made.drop(RequestId(s.lake8, f"attempt{n}", 3, "A1", "s"), "no space")
+        made.drop(RequestId(s.lake8, f"attempt{n}", 3, "A1", "s"), "no space: all 2 parts are full")
+    made.drop(RequestId(s.lake8, "attempt9", 3, "A1", "s"), "a new kind: of reason")
     made.tick()
     path = made.folder / "status.json"
     status = json.loads(path.read_text())
@@ -152,11 +155,12 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
     path.write_text(json.dumps(status))
     found = scraped(client)
     assert found["hslake_armed"] == {(): 1} == found["hslake_writers"]
+    waiting = found.pop("hslake_oldest_sealed_part_age_seconds")
+    assert 0 < waiting[("3",)] < 600
     assert {name: v[("3",)] for name, v in found.items() if v.keys() == {("3",)}} == {
-        "hslake_samples_captured_total": 2,
-        "hslake_tokens_captured_total": 19,
+        "hslake_captured_samples_total": 2,
+        "hslake_captured_tokens_total": 19,
         "hslake_captured_bytes_total": 19 * s.bytes_per_token,
-        "hslake_attempts_dropped_total": 2,
         "hslake_free_rows": status["free_rows"],
         "hslake_capacity_rows": status["capacity_rows"],
         "hslake_forwards_total": 7,
@@ -172,11 +176,14 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
         "hslake_writer_alive": 1,
         "hslake_status_timestamp_seconds": status["updated_at"],
     }
+    dropped = found["hslake_dropped_attempts_total"]
+    assert {labels[1]: n for labels, n in dropped.items() if n} == {"no_space": 2, "other": 1}
+    assert len(dropped) == len(KINDS) + 1  # each of them is there from the start
     states = {"open": 1, "sealed": 1, "done": 0}
     assert found["hslake_parts"] == {("3", k): v for k, v in states.items()}
     labels = f'{{dp_rank="3",lake="{s.lake_id}",writer="{made.writer_id}"}}'
     text = client.get(endpoint.METRICS_PATH).text
-    assert f"hslake_tokens_captured_total{labels} 19.0" in text
+    assert f"hslake_captured_tokens_total{labels} 19.0" in text
     made.close()
 
 
@@ -223,14 +230,68 @@ def test_a_scrape_reads_no_events(tmp_path: Path, client: TestClient, monkeypatc
     made.close()
 
 
-def test_errors_are_answers(tmp_path: Path, client: TestClient, monkeypatch) -> None:
+@pytest.mark.parametrize("polled", [True, False])
+def test_deleted_staging_is_a_zero_and_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, polled: bool
+) -> None:
+    """Gone, and then made anew: the alert fires, and nobody is told that nothing ever armed."""
+    root = tmp_path / "staging"
+    made = staging_writer(root, spec())
+    report.tell_writer(root, RUN, made.writer_id)
+    app = FastAPI()
+    endpoint.mount(app, root, RUN)
+    client = TestClient(app)
+    if polled:
+        assert scraped(client)["hslake_armed"] == {(): 1}
+    shutil.rmtree(root)
+    for what in (f"staging {root} is gone", f"writer {made.writer_id} of this server is missing"):
+        caplog.clear()
+        for _ in range(3):
+            answer = client.get(endpoint.PATH)
+            assert answer.status_code == 200 and answer.json()["armed"] is False
+            assert what in answer.json()["error"] and "restart" in answer.json()["error"]
+            assert "no hook has armed" not in answer.json()["error"]
+            assert scraped(client)["hslake_armed"] == {(): 0}
+        (told,) = [r for r in caplog.records if r.levelname == "ERROR"]
+        assert what in told.getMessage() and not told.exc_info
+        root.mkdir(exist_ok=True)
+
+
+def test_why_nothing_armed_survives_deleted_staging(tmp_path: Path) -> None:
+    root = tmp_path / "staging"
+    root.mkdir()
+    report.tell_error(root, RUN, "the served model differs")
+    app = FastAPI()
+    endpoint.mount(app, root, RUN)
+    shutil.rmtree(root)
+    root.mkdir()
+    assert TestClient(app).get(endpoint.PATH).json()["error"] == "the served model differs"
+
+
+def test_what_cannot_be_read_now_is_not_remembered(
+    tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = staging_writer(tmp_path, spec())
+    report.tell_writer(tmp_path, RUN, made.writer_id)
+
     def broken(reader: StatusReader, since: Any, **more: Any) -> dict[str, Any]:
         raise OSError("staging is on fire")
 
-    monkeypatch.setattr(StatusReader, "read", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusReader, "read", broken)
+        found = client.get(endpoint.PATH).json()
+        assert found["armed"] is False and "staging is on fire" in found["error"]
+        assert scraped(client)["hslake_armed"] == {(): 0}
+    found = client.get(endpoint.PATH).json()
+    assert found["armed"] is True and found["error"] is None
+    made.close()
+
+
+def test_our_own_mistakes_are_http_errors(client: TestClient, monkeypatch) -> None:
+    monkeypatch.setattr(StatusReader, "read", lambda *args, **more: 1 / 0)
     for path in (endpoint.PATH, endpoint.METRICS_PATH):
         answer = client.get(path)
-        assert answer.status_code == 500 and "staging is on fire" in answer.text
+        assert answer.status_code == 500 and "ZeroDivisionError" in answer.text
 
 
 def test_without_prometheus_client_the_status_still_works(
@@ -245,8 +306,12 @@ def test_without_prometheus_client_the_status_still_works(
 def test_every_figure_of_the_docs_exists() -> None:
     docs = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
     document = {"armed": True, "writers": []}
-    for family in text_string_to_metric_families(metrics.text(document).decode()):
+    page = metrics.text(document, {"hook_version": "1", "sglang_version": "2"}).decode()
+    for family in text_string_to_metric_families(page):
         assert f"`{family.name}" in docs, family.name
+    assert 'hslake_info{hook_version="1",sglang_version="2"} 1.0' in page
+    for kind in (*KINDS, OTHER):
+        assert f"`{kind.replace(' ', '_')}`" in docs
 
 
 def test_each_server_names_its_own_lake(tmp_path: Path) -> None:

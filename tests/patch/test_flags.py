@@ -1,9 +1,12 @@
 """What serve adds to SGLang's arguments, and what it refuses."""
 
+import enum
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
 from hslake_sglang import flags, versions
+from hslake_sglang.refusals import DECLARED, NO_WEIGHTS
 
 from hslake.errors import InvalidInput
 
@@ -143,6 +146,21 @@ def test_tokens_of_a_forward_and_writers(args: tuple, tokens: int, writers: int)
         (["--cuda-graph-config", "{"], "JSON"),
         (["--chunked-prefill-size", "-1"], "positive"),
         (["--dtype", "float16"], "bfloat16"),
+        (["--load-format", "dummy"], "use auto"),
+        (["--load-format=bitsandbytes"], "use auto"),
+        (["--json-model-override-args", '{"rope_theta": 500}'], "config.json"),
+        (["--quantization", "fp8"], "another model"),
+        (["--torchao-config", "int8wo"], "another model"),
+        (["--modelopt-quant", "fp8"], "another model"),
+        (["--weight-cache-mode", "client"], "use off"),
+        (["--kt-weight-path", "experts"], "weights are not those"),
+        (["--checkpoint-engine-wait-weights-before-ready"], "weights are not those"),
+        (["--enable-memory-saver"], "weights may leave"),
+        (["--decrypted-config-file", "c.json"], "config.json"),
+        (["--model-config-parser", "mine"], "config.json"),
+        (["--forward-hooks", "[{}]"], "may change the states"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "use auto"),
+        (["--kv-cache-dtype", "float32"], "use auto"),
     ],
 )
 def test_refuses_with_the_option_and_the_fix(args: list[str], named: str) -> None:
@@ -155,6 +173,24 @@ def test_refuses_with_the_option_and_the_fix(args: list[str], named: str) -> Non
 def test_harmless_values_pass() -> None:
     prepare("--pp-size", "1", "--disaggregation-mode", "prefill", "--tp-size", "8")
     prepare("--enable-lora", "false", "--decoupled-spec-role", "null", "--enable-http2")
+    prepare("--load-format", "runai_streamer", "--weight-cache-mode", "off", "--revision", "main")
+    prepare(
+        "--json-model-override-args", "{}", "--kv-cache-dtype", "bf16", "--quantization", "none"
+    )
+
+
+def test_facts_about_lake_and_model_make_some_settings_harmless() -> None:
+    def refused(facts: set[str], *args: str) -> bool:
+        try:
+            flags.prepare([*MODEL, *args], version="0.5.23", dtype="bfloat16", facts=facts)
+        except InvalidInput:
+            return True
+        return False
+
+    dummy, fp8 = ("--load-format", "dummy"), ("--quantization", "fp8")
+    assert refused({DECLARED}, *dummy) and not refused({NO_WEIGHTS}, *dummy)
+    assert refused({NO_WEIGHTS}, *fp8) and not refused({DECLARED}, *fp8)
+    assert refused({NO_WEIGHTS, DECLARED}, "--quantization", "quark_mxfp4")
 
 
 def test_http2_had_processes_of_its_own_in_old_versions() -> None:
@@ -185,6 +221,27 @@ def test_running_settings_are_checked_too() -> None:
     bad = SimpleNamespace(pp_size=2, disable_radix_cache=False, enable_lora=True)
     found = " ".join(flags.check_running(bad, "0.5.10"))
     assert all(x in found for x in ("--pp-size", "radix", "--enable-lora", "0.5.10"))
+
+
+class LoadFormat(enum.Enum):
+    AUTO, DUMMY = "auto", "dummy"
+
+
+def test_the_model_of_a_running_server_is_its_folders() -> None:
+    """Also where SGLang's source or a --config file has decided it."""
+
+    def found(facts: Collection[str] = (), **settings: object) -> str:
+        return " ".join(flags.check_running(SimpleNamespace(**settings), "0.5.23", facts))
+
+    usual = {"quantization": None, "json_model_override_args": "{}", "forward_hooks": None}
+    usual |= {"torchao_config": "", "weight_cache_mode": "off", "enable_memory_saver": False}
+    usual |= {"model_config_parser": "auto", "modelopt_quant": None, "kv_cache_dtype": "fp8_e4m3"}
+    assert found(load_format=LoadFormat.AUTO, **usual) == found(load_format="auto", **usual) == ""
+    assert "--load-format" in found(load_format=LoadFormat.DUMMY)
+    assert found([NO_WEIGHTS], load_format="dummy") == ""
+    assert "--quantization" in found(quantization="fp8")
+    assert found([DECLARED], quantization="fp8") == ""
+    assert "--json-model" in found(json_model_override_args='{"rms_norm_eps": 0.01}')
 
 
 def test_prefill_graphs_of_a_running_server() -> None:

@@ -14,7 +14,11 @@ import pytest
 from hslake_sglang import flags, interpreter, process, serve, settings
 from hslake_sglang.process import ServerProcess, free_port
 
-from hslake.errors import CheckFailed, InvalidInput, Missing
+import hslake
+from hslake.errors import CheckFailed, InvalidInput, Missing, NoSpace
+from hslake.plan import plan_files
+from hslake.staging import space
+from hslake.staging.memory import part_bytes
 from tests.patch import fakesglang
 from tests.patch.toy import HIDDEN, LAYERS, make_spec
 
@@ -79,6 +83,9 @@ def test_command_and_environment(
     found = settings.load(made.env)
     assert (found.spec, found.part_tokens, found.max_parts) == (SPEC, 64, 2)
     assert "2 parts of 64 tokens" in made.notes[0]
+    # The defaults are settled here too, not by each worker in its turn.
+    made = prepare(lake, staging, sglang)
+    assert settings.load(made.env).part_tokens == 32_768
 
 
 def test_missing_things_are_named(lake: str, tmp_path: Path, staging: Path, sglang: Path) -> None:
@@ -88,6 +95,85 @@ def test_missing_things_are_named(lake: str, tmp_path: Path, staging: Path, sgla
         prepare(str(tmp_path / "no-lake"), staging, sglang)
     with pytest.raises(Missing, match="no such folder"):
         prepare(lake, staging, sglang, "--model-path", str(tmp_path / "nomodel"))
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"part_tokens": 0}, "--part-tokens 0"),
+        ({"max_parts": 0}, "--max-parts 0"),
+        ({"args": ("--port", "99999")}, "--port 99999: expected a number from 1 to 65535"),
+        ({"args": ("--port", "http")}, "--port http"),
+        ({"args": ("--port", "9" * 5000)}, "--port 9"),
+    ],
+)
+def test_numbers_that_are_none_are_named_by_their_option(
+    lake: str, staging: Path, sglang: Path, option: dict[str, Any], told: str
+) -> None:
+    more = option.pop("args", ())
+    with pytest.raises(InvalidInput, match=told):
+        prepare(lake, staging, sglang, "--model-path", "m", *more, **option)
+
+
+@pytest.mark.parametrize("at", ["lake", "lake/below", "."])
+def test_staging_in_the_lake_and_the_lake_in_staging(
+    lake: str, sglang: Path, tmp_path: Path, at: str
+) -> None:
+    folder = tmp_path / at
+    folder.mkdir(exist_ok=True)
+    before = sorted(folder.iterdir())
+    with pytest.raises(InvalidInput, match="in each other"):
+        prepare(lake, folder, sglang)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(InvalidInput, match="in each other"):
+        prepare("file://" + lake, link, sglang)
+    link.unlink()
+    assert sorted(folder.iterdir()) == before
+    (tmp_path / "lake2").mkdir()
+    prepare(lake, tmp_path / "lake2", sglang)  # only its name begins alike
+
+
+def test_what_does_not_fit_staging_is_refused_or_told(
+    lake: str, staging: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = part_bytes(SPEC, 500_000)
+    monkeypatch.setattr(space, "free_bytes", lambda folder: (2 * one + space.RESERVE, "the fs"))
+    with pytest.raises(NoSpace, match="4 parts of 500,000"):
+        prepare(lake, staging, sglang, part_tokens=500_000, max_parts=4)
+    made = prepare(lake, staging, sglang, part_tokens=500_000)
+    assert settings.load(made.env).max_parts == 2
+    assert any("2 parts of a writer instead of 4" in note for note in made.notes)
+    size = f"{one / 2**30:.2f} GiB a part, {2 * one / 2**30:.2f} GiB in all"
+    assert any(size in note for note in made.notes)
+
+
+def test_a_disk_is_no_place_for_staging(
+    lake: str, staging: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "filesystem", lambda folder: "ext4")
+    notes = " ".join(prepare(lake, staging, sglang).notes)
+    assert "WARNING" in notes and "on ext4, not in RAM" in notes
+    monkeypatch.setattr(space, "filesystem", lambda folder: "tmpfs")
+    assert "WARNING" not in " ".join(prepare(lake, staging, sglang).notes)
+
+
+def test_parts_hold_the_longest_sample_that_is_missing(
+    staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    made = hslake.create(str(tmp_path / "planned"), hidden_size=HIDDEN, num_layers=LAYERS,
+                         streams=SPEC.streams)  # fmt: skip
+    rows = [{"sample_id": str(n), "input_ids": [1] * n} for n in (40, 300, 40_000)]
+    (tmp_path / "plan.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    plan_files(made.url, [tmp_path / "plan.jsonl"], source="A1")
+    with pytest.raises(InvalidInput, match=r"--part-tokens 39,999.* 40,000 tokens"):
+        prepare(made.url, staging, sglang, part_tokens=39_999)
+    prepare(made.url, staging, sglang, part_tokens=40_000)
+    assert settings.load(prepare(made.url, staging, sglang).env).part_tokens == 40_000
+    context = ("--model-path", "m", "--context-length", "1000")  # it will take no longer one
+    prepare(made.url, staging, sglang, *context, part_tokens=300)
+    with pytest.raises(InvalidInput, match="300 tokens"):
+        prepare(made.url, staging, sglang, *context, part_tokens=299)
 
 
 def test_an_interpreter_without_sglang(lake: str, staging: Path) -> None:
@@ -178,10 +264,25 @@ def test_what_cannot_be_told_about_a_model_does_not_stop_the_server(
     new = model(tmp_path / "new", "NewForCausalLM")
     env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "somewhere"}
     prepare(lake, staging, sglang, "--model-path", str(new), env=env)
-    deep = model(tmp_path / "deep", num_hidden_layers=99)
-    fewer = '{"num_hidden_layers": 4}'
-    override = ("--json-model-override-args", fewer)
-    prepare(lake, staging, sglang, "--model-path", str(deep), *override)
+
+
+def test_a_server_of_another_model_than_its_folders_is_refused(
+    lake: str, staging: Path, sglang: Path, tmp_path: Path
+) -> None:
+    plain = ("--model-path", str(model(tmp_path / "plain")))
+    dummy, fp8 = ("--load-format", "dummy"), ("--quantization", "fp8")
+    prepare(lake, staging, sglang, *plain, *dummy)  # this lake's fingerprint has no weights
+    with pytest.raises(InvalidInput, match=r"--quantization: .*another model"):
+        prepare(lake, staging, sglang, *plain, *fp8)
+    quantised = model(tmp_path / "quantised", text_config={"quantization_config": {"bits": 8}})
+    prepare(lake, staging, sglang, "--model-path", str(quantised), *fp8)
+    prepare(lake, staging, sglang, "--model-path", "on/a/hub", *fp8)  # the worker looks at it
+    spec = make_spec(("2", "final"), "bfloat16", fingerprint={"config": None, "weights": "00" * 32})
+    (Path(lake) / "hslake.json").write_text(spec.to_json())
+    with pytest.raises(InvalidInput, match=r"--load-format: .*weights are not those"):
+        prepare(lake, staging, sglang, *plain, *dummy)
+    with pytest.raises(InvalidInput, match="no safetensors files"):
+        prepare(lake, staging, sglang, *plain)
 
 
 def test_a_model_through_transformers_is_refused(

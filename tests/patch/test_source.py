@@ -74,3 +74,22 @@ def test_an_unknown_architecture(root: Path) -> None:
     llama = "self.layers_to_capture = self.capture_aux_hidden_states = 0"
     stand_in.write_text(stand_in.read_text().replace("pass", llama))
     assert problem(root, "NewForCausalLM") is None
+
+
+def test_ways_to_change_the_weights_wherever_a_version_has_them(root: Path) -> None:
+    assert source.weight_changes(root) == []  # nothing there: the plugin does not arm
+    folder = root / "srt/model_executor"
+    folder.mkdir()
+    methods = ("load_model", "update_weights_from_disk", "load_lora_adapter", "unload_lora_adapter")
+    text = "class ModelRunner:\n" + "".join(f"    def {m}(self): ...\n" for m in methods)
+    (folder / "model_runner.py").write_text(text + "def update_weights_elsewhere(): ...\n")
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner."
+    old = [runner + "update_weights_from_disk", runner + "load_lora_adapter"]
+    assert source.weight_changes(root) == old
+    part = folder / "model_runner_components/weight_updater.py"
+    part.parent.mkdir()
+    part.write_text("class WeightUpdater:\n    def update_weights_from_somewhere_new(self): ...\n")
+    (new,) = set(source.weight_changes(root)) - set(old)
+    assert new.endswith("weight_updater.WeightUpdater.update_weights_from_somewhere_new")
+    part.write_text("def (")
+    assert source.weight_changes(root) == old

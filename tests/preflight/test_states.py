@@ -151,6 +151,17 @@ def test_what_cannot_be_judged_is_a_warning(
     assert report.passed and found.ok == WARN and "no log-probs here" in found.found
 
 
+def test_logits_that_are_too_flat_prove_nothing(tmp_path: Path, staging: Path) -> None:
+    """As those of weights that were never loaded: whatever rows come, all agree."""
+    flat = (HEAD * 1e-5).astype(np.float32)
+    shape = {"num_hidden_layers": 8, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    model = write_model(tmp_path / "flat", {"lm_head.weight": flat}, **shape)
+    report = look(make_lake(tmp_path, model, "bfloat16"), staging, model, flat)
+    found = named(report, "log-probs")
+    assert found.ok == WARN and "264 are as good as uniform" in found.found, found
+    assert "dummy" in found.todo
+
+
 def test_a_quantised_head_is_a_warning(tmp_path: Path, staging: Path) -> None:
     model = write_model(
         tmp_path / "quantised",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -222,3 +223,38 @@ def test_many_that_began_at_once_can_end_on_a_full_filesystem(tmp_path, monkeypa
     w.flush()
     (seen,) = read_status(tmp_path)["writers"]
     assert seen["cursor"] == 900
+
+
+def test_what_cannot_be_had_is_no_capacity_and_is_said_loudly(tmp_path, caplog):
+    """Parts that find no room at the start are not counted on, until there is room."""
+    w, locks, now = short_of_room(tmp_path)
+    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "ONLY 1 OF 3 PARTS" in said.getMessage()
+    assert "no more memory can be locked" in said.getMessage()
+    (seen,) = read_status(tmp_path)["writers"]
+    assert seen["capacity_rows"] == 16 == seen["free_rows"]
+    locks.room, now[0] = None, 1010.0
+    while make_ahead(w):
+        pass
+    w.set_figures({})
+    w.tick()
+    now[0] += 1
+    w.tick()
+    (seen,) = read_status(tmp_path)["writers"]
+    assert seen["capacity_rows"] == 48 == seen["free_rows"]
+    w.close()
+
+
+def test_the_filesystem_of_a_folder(tmp_path):
+    mounts = tmp_path / "mountinfo"
+    (tmp_path / "ram disk" / "below").mkdir(parents=True)
+    lines = [
+        ("/", "ext4"),
+        (str(tmp_path / "ram disk").replace(" ", "\\040"), "tmpfs"),
+        (str(tmp_path / "ram"), "xfs"),  # only its name begins alike
+    ]
+    mounts.write_text("".join(f"1 2 0:3 / {p} rw - {kind} dev rw\n" for p, kind in lines))
+    assert space_module.filesystem(tmp_path / "ram disk" / "below", mounts) == "tmpfs"
+    assert space_module.filesystem(tmp_path, mounts) == "ext4"
+    assert space_module.filesystem(tmp_path, tmp_path / "nowhere") is None
+    assert space_module.filesystem(Path("/dev/shm")) == "tmpfs"

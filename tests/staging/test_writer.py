@@ -236,7 +236,7 @@ def test_a_writer_that_stopped_capturing_leaves_nothing_open(tmp_path):
     found = read_status(tmp_path)["writers"][0]
     assert found["alive"] and not found["armed"] and found["error"] == "it broke"
     assert [p["state"] for p in found["parts"]] == ["sealed"]
-    assert found["events"][1]["reason"] == "the capture stopped"
+    assert found["events"][1]["reason"] == "stopped: the capture ended early"
     assert [r.state for r in read_part(scan(tmp_path)[0].parts[0]).reserved] == [
         "complete",
         "abandoned",

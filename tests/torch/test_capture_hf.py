@@ -136,6 +136,24 @@ def test_another_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
     assert scan(tmp_path / "staging") == []
 
 
+def test_a_model_that_cannot_be_told_from_another_is_refused(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    make_lake(tmp_path, model_dir, "1,final")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((model_dir / "config.json").read_text())
+    (other / "pytorch_model.bin").write_bytes(b"whatever")
+    with pytest.raises(InvalidInput, match="no safetensors files"):
+        run(tmp_path, other)
+
+
+def test_staging_in_the_lake_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    url = make_lake(tmp_path, model_dir, "1,final")
+    with pytest.raises(InvalidInput, match="in each other"):
+        capture_hf(url, model_dir, url)
+
+
 def test_missing_folders_are_named(tmp_path: Path, model_dir: Path) -> None:
     url = make_lake(tmp_path, model_dir, "1,final")
     with pytest.raises(Missing, match="nowhere"):
