@@ -13,6 +13,8 @@ from hslake.errors import NoSpace
 
 RESERVE = 64 << 20  # left by parts, for what must still be written when no part fits any more
 SMALL_RESERVE = 8 << 20  # left by journals and events
+_V1 = ("total_inactive_file", "total_active_file", "total_dirty", "total_writeback")
+_V2 = ("inactive_file", "active_file", "file_dirty", "file_writeback")
 _IN_RAM = ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -27,7 +29,11 @@ def allocate(fd: int, size: int) -> None:
 def cgroup_headroom(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes left under the tightest memory limit above this process, or None without a limit."""
+    """Bytes left under the tightest memory limit above this process, or None without a limit.
+
+    Clean pages of files count as left: the kernel drops them when room is asked for, and a server
+    that has read hundreds of gigabytes of weights has filled its cgroup with them.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -45,10 +51,24 @@ def cgroup_headroom(
         for at in (folder, *folder.parents):
             # No such file, or the word "max": no limit here.
             with contextlib.suppress(OSError, ValueError):
-                left.append(int((at / limit).read_text()) - int((at / used).read_text()))
+                rest = int((at / limit).read_text()) - int((at / used).read_text())
+                left.append(rest + _clean_file_bytes(at))
             if at == base:
                 break
     return min(left) if left else None
+
+
+def _clean_file_bytes(cgroup: Path) -> int:
+    """Bytes of file pages that a memory cgroup, v1 or v2, may drop at once; those of tmpfs are none
+    of them."""
+    counts: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in (cgroup / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            counts[name] = int(value)
+    names = _V1 if _V1[0] in counts else _V2
+    inactive, active, dirty, writeback = (counts.get(name, 0) for name in names)
+    return max(0, inactive + active - dirty - writeback)
 
 
 def free_bytes(folder: Path) -> tuple[int, str]:
