@@ -76,7 +76,9 @@ class ServerState:
 
 @dataclass(frozen=True)
 class StatusReport:
-    """Where a lake stands. `waiting` figures are None when neither server nor staging was given.
+    """Where a lake stands. `waiting`: captured, seen in staging and not committed; figures are None
+    when neither server nor staging was given. What a server process that has ended left in staging
+    is seen in the staging folder only, and counts as missing without it.
 
     `tokens_left`: planned and not committed. `tokens_per_second`: committed over the last quarter
     of an hour, None without a commit in it; `eta_seconds` follows from it, None also when nothing
@@ -122,7 +124,7 @@ def status(
     told = asyncio.run(_ask(list(dict.fromkeys(servers))))
     told += [(str(root), status) for root in roots for status in local_statuses(root)]
     lake = hslake.open(lake_url)
-    statuses = [s for _, s in told if isinstance(s, ServerStatus)]
+    statuses = [s for _, s in told if isinstance(s, ServerStatus) and _is_of(s, lake)]
     waiting = _waiting(lake, statuses) if statuses else None
     rows = _coverage(lake, waiting or {})
     forecast = query.run(lake, "forecast").to_pylist()[0]
@@ -177,6 +179,11 @@ async def _ask(urls: Sequence[str]) -> list[tuple[str, ServerStatus | ServerDown
         servers = [Server(url, session, status_timeout=10.0) for url in urls]
         found = await asyncio.gather(*(whole_status(server) for server in servers))
     return list(zip((s.url for s in servers), found, strict=True))
+
+
+def _is_of(status: ServerStatus, lake: Lake) -> bool:
+    """Another lake may have the same sample ids: what waits for that one does not wait for us."""
+    return {w["lake_id"] for w in status.raw["writers"]} <= {None, lake.spec.lake_id}
 
 
 def _state(found: ServerStatus | ServerDown, lake: Lake) -> str:

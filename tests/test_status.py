@@ -1,6 +1,7 @@
 """Status: samples are counted where they are: missing, waiting in staging, committed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,6 +72,28 @@ def test_from_plan_to_lake(lake: str, tmp_path: Path) -> None:
     assert after.expected_bytes == 290 * 50
     with pytest.raises(Missing):
         status(lake, staging=[tmp_path / "nowhere"])
+
+
+def test_only_what_is_seen_in_this_lakes_staging_waits(lake: str, tmp_path: Path) -> None:
+    runner, staging, other = CliRunner(), tmp_path / "staging", tmp_path / "other"
+    staging.mkdir()
+    other.mkdir()
+    twin = hslake.create(tmp_path / "twin", streams=[2, 4, "final"], hidden_size=8, num_layers=8)
+    plan_files(twin.url, [tmp_path / "plan.parquet"])
+    with FakeServer(lake, staging) as server, FakeServer(twin.url, other) as its:
+        extract(lake, [server.url])
+        assert status(twin.url, servers=[its.url]).waiting == 0
+        assert status(twin.url, servers=[server.url]).waiting is None  # the same sample ids
+        server.stop()
+        (ended,) = staging.glob("*-*")
+        server.start()  # another process: it does not show what the last one captured
+        far = runner.invoke(app, ["status", lake, "--server", server.url])
+        assert "servers that have ended" in far.output, far.output
+        assert status(lake, servers=[server.url]).missing == 20
+        near = status(lake, servers=[server.url], staging=[staging])
+        assert (near.waiting, near.missing) == (20, 0)
+        shutil.rmtree(ended)
+        assert status(lake, servers=[server.url], staging=[staging]).missing == 20
 
 
 def test_probes_are_not_captured_samples(lake: str, tmp_path: Path) -> None:
