@@ -67,15 +67,20 @@ def forecast(
     """What the compactor would sustain, which of the three sets the pace, and for how long."""
     checks, compaction = _compactor(lake, burst, rows, looked)
     staging = None
+    # The burst ran through this very staging: what it did is the evidence, not the model.
+    seen = burst.turned > sum(s.capacity_rows for s in statuses) and not burst.rough
     if compaction is not None:
         flight = sum(
             tokens_in_flight([i.length for i in listing.missing], limits) for _ in statuses
         )
         parts = sum(parts_of(s) * len(s.writers) for s in statuses)
         quota = paces.Quota(parts, min(s.largest_reservation for s in statuses), flight)
-        staging = paces.through(quota, burst.rate, compaction.rate)
+        flow = paces.as_seen if seen else paces.through
+        staging = flow(quota, burst.rate, compaction.rate)
     rate_of = compaction.rate if compaction else None
     blame, rate = paces.slowest(burst.rate, rate_of, staging)
+    if seen and blame == paces.SERVER and burst.held_back > paces.HELD_BACK:
+        blame = paces.STAGING
     left = sum(i.length for i in listing.missing)
     ratio = compaction.ratio if compaction else None
     stored, basis = bytes_left(lake, ratio)
@@ -86,6 +91,7 @@ def forecast(
         burst.rate,
         burst.rates,
         staging,
+        (paces.BURST if seen else paces.MODEL) if staging is not None else None,
         rate_of,
         blame,
         left,
@@ -94,7 +100,7 @@ def forecast(
         ratio,
         stored,
     )
-    return [*checks, _verdict(pace, basis)], pace
+    return [*checks, _verdict(pace, basis, burst)], pace
 
 
 def _compactor(
@@ -131,7 +137,7 @@ def _compactor(
     return [warned(name, f"{text}; slower than the servers", todo)], found
 
 
-def _verdict(pace: Pace, basis: str) -> Check:
+def _verdict(pace: Pace, basis: str, burst: Burst) -> Check:
     """How long the rest of the plan takes, what it takes on disk, and what decides it."""
     name = "forecast"
     rates = {
@@ -142,7 +148,10 @@ def _verdict(pace: Pace, basis: str) -> Check:
     told = ", ".join(f"{k} {v:,.0f}" for k, v in rates.items() if v is not None)
     size = f"{format_bytes(pace.stored_bytes)} to store ({basis})"
     time = f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens"
-    found = f"{time}, {size}; the {pace.bottleneck} sets the pace ({told} tokens/s)"
+    how = "; both as computed from its parts, which the burst was too short to turn over"
+    if pace.staging_from == paces.BURST:
+        how = f"; both as the burst ran, in which {burst.turned:,} rows came free again"
+    found = f"{time}, {size}; the {pace.bottleneck} sets the pace ({told} tokens/s{how})"
     if pace.bottleneck == paces.STAGING:
         todo = "start the server with more --max-parts: rows come back too late for its speed"
         return warned(name, found, todo)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,23 @@ from hslake.checks import FAIL, PASS, WARN, Check
 from hslake.cli import app
 from hslake.compact import compact
 from hslake.drive import Limits
+from hslake.extract import extract
 from hslake.ids import PROBE_PREFIX
 from hslake.plan import plan_files
-from hslake.preflight import PreflightReport, preflight, probe
-from hslake.preflight.burst import SHARE, compactor_seen
+from hslake.preflight import Pace, PreflightReport, preflight, probe
+from hslake.preflight.burst import SHARE, Burst, compactor_seen
 from hslake.preflight.compaction import measure
+from hslake.preflight.forecast import forecast
+from hslake.preflight.pace import Quota, through
 from hslake.preflight.probe import Rows
 from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
 from hslake.staging.folder import COMPACT_LOCK
 from hslake.staging.locks import try_lock
 from hslake.staging.part import READ_LOCK
+from hslake.status import local_statuses
 from hslake.store import Store
+from hslake.worklist import worklist
 from tests.fakeserver import FakeServer
 
 LENGTHS = [40, 190, 7, 60, 33, 120]
@@ -128,6 +134,43 @@ def test_beside_a_compactor_it_goes_on_and_all_rows_come_back(lake: str, staging
     assert hslake.open(lake).sql("select count(*) from samples").fetchall() == [(0,)]
 
 
+def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging, part_tokens=512, max_parts=4, delay=0.4, idle_s=0.3) as server:
+        with watching(lake, staging):
+            end = time.monotonic() + 20
+            while not compactor_seen([staging]) and time.monotonic() < end:
+                time.sleep(0.05)
+            report = preflight(lake, [server.url], staging=[staging], burst_s=6, limits=LIMITS)
+    pace = report.pace
+    assert pace is not None and pace.compactor_rate is not None and pace.staging_rate is not None
+    found = named(report, "forecast")
+    assert pace.staging_from == "burst" and "rows came free again" in found.found, found
+    # The model knows nothing of this compactor, which comes by ten times a second.
+    model = through(Quota(4, 512, 300), pace.server_rate, pace.compactor_rate)
+    assert model < 0.9 * pace.server_rate
+    assert pace.staging_rate == pytest.approx(pace.server_rate, rel=0.05)
+    assert found.ok == PASS and pace.bottleneck == "server"
+
+
+def test_who_held_the_burst_back_is_told(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging, part_tokens=512, max_parts=4) as server:
+        extract(lake, [server.url])
+        (status,) = local_statuses(staging)
+        opened = hslake.open(lake)
+        parts = [read_part(p) for w in scan(staging) for p in w.parts]
+        rows = [_rows(part, reserved) for part in parts for reserved in part.reserved]
+    burst = Burst(9.0, 60, 4500, 500.0, {}, frozenset(), 190, False, (), 0, False, 2049, 0.1)
+    listing = worklist(opened)
+
+    def judge(burst: Burst) -> Pace:
+        return forecast(opened, listing, burst, [status], rows, LIMITS, looked=True)[1]
+
+    assert (judge(burst).staging_from, judge(burst).bottleneck) == ("burst", "server")
+    assert judge(replace(burst, held_back=0.5)).bottleneck == "staging"
+    assert judge(replace(burst, turned=2048)).staging_from == "model"
+    assert judge(replace(burst, rough=True)).staging_from == "model"
+
+
 @contextmanager
 def seems_watched(staging: Path) -> Iterator[None]:
     """A compactor that looks in now and then, and frees nothing."""
@@ -190,7 +233,6 @@ def test_the_compactor_and_the_forecast(lake: str, staging: Path) -> None:
 
 def test_the_ratio_is_what_the_compactor_reaches(lake: str, staging: Path) -> None:
     """The same rows through the real compactor, without its metadata and tokens."""
-    from hslake.extract import extract
     from hslake.segment.layout import segment_prefix
 
     with FakeServer(lake, staging) as server:
@@ -274,8 +316,13 @@ def test_staging_too_small_for_the_speed_is_told(lake: str, staging: Path) -> No
     pace = report.pace
     assert pace is not None and pace.staging_rate is not None
     assert pace.bottleneck == "staging" and pace.staging_rate < 800 / 2
+    assert pace.staging_from == "model" and "computed from its parts" in _forecast(report)
     found = named(report, "forecast")
     assert found.ok == WARN and "--max-parts" in found.todo
+
+
+def _forecast(report: PreflightReport) -> str:
+    return named(report, "forecast").found
 
 
 def test_several_servers_at_once_and_without_local_staging(
