@@ -8,13 +8,12 @@ may still come, and is reported as unconfirmed.
 
 import asyncio
 import contextlib
+import logging
 import re
 import shlex
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,8 +31,10 @@ from hslake.extractreport import (
 )
 from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
+from hslake.reach import Reach, ask_reach, name_long
 from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
-from hslake.slot import unfit
+from hslake.signals import stopping
+from hslake.slot import not_answered, unfit
 from hslake.spec import LakeSpec
 from hslake.staging.check import check_roots
 from hslake.status import local_statuses
@@ -46,6 +47,8 @@ from hslake.worklist import (
     read_ids,
     worklist,
 )
+
+log = logging.getLogger("hslake.extract")
 
 _SHOWN = 1000  # missing samples listed by id
 _LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
@@ -91,37 +94,10 @@ def extract(
 
     async def main() -> ExtractReport:
         stop = asyncio.Event()
-        with _signals(stop):
+        with stopping(stop):
             return await extract_async(lake_url, servers, options, progress=progress, stop=stop)
 
     return asyncio.run(main())
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`; the handlers are those from before then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.getsignal(one) for one in both}
-
-    def remove() -> None:
-        for one, handler in before.items():
-            if loop.remove_signal_handler(one) and handler is not None:
-                signal.signal(one, handler)
-
-    def handle() -> None:
-        stop.set()
-        remove()
-
-    for one in both:
-        loop.add_signal_handler(one, handle)
-    try:
-        yield
-    finally:
-        remove()
 
 
 async def extract_async(
@@ -167,6 +143,9 @@ class _Run:
         self.captures: Counter[str] = Counter()  # sample id -> acknowledgements in this call
         self.whereabouts = Whereabouts(tuple(map(Path, options.staging)))
         self.gave_up: dict[str, str] = {}  # sample id -> why it is not asked for again
+        self.ready: list[tuple[Server, ServerStatus]] = []  # at the first look
+        self.reach: dict[str, Reach] = {}  # of those by URL, as far as they tell
+        self.told_long = False
         self.unheard: dict[str, Item] = {}  # attempt -> its sample, sent and not acknowledged
         self.chosen: set[str] | None = None  # what --limit allows, settled at the first look
         self.tokens = self.retried = self.dropped = 0
@@ -176,6 +155,7 @@ class _Run:
         spec = (await asyncio.to_thread(hslake.open, self.lake_url)).spec
         await asyncio.to_thread(check_roots, self.options.staging, spec)
         statuses = await self._first_look(spec)
+        self.reach = await ask_reach(self.ready, self.stop)
         while True:
             # Staging first: what is committed in between is then seen twice, not never.
             lake = await asyncio.to_thread(hslake.open, self.lake_url)
@@ -186,6 +166,8 @@ class _Run:
             names = {item.sample_id for item in listing.missing}
             places = await asyncio.to_thread(self.whereabouts.look, lake, names, statuses)
             todo = self._todo(listing, places)
+            if not self.told_long:
+                todo = self._without_long(todo, listing.missing)
             if not todo or self.stopped or self.stop.is_set():
                 await asyncio.to_thread(self._hear_late, lake, statuses)
                 return self._report(listing, places, todo)
@@ -208,17 +190,29 @@ class _Run:
             answers.append(status)  # also of one that captures no more: its staging holds samples
             problem = unfit(status, spec.lake_id)
             if problem is None:
+                self.ready.append((server, status))
                 continue
             problem = f"{server.url}: {problem}"
             if status.lake_id not in (None, spec.lake_id):
                 raise InvalidInput(problem)
             problems.append(problem)
-        if len(problems) < len(found):
+        if self.ready:
             return [*answers, *await asyncio.to_thread(self._local)]
         hint = "start one with `hslake serve LAKE --staging DIR -- …`"
         if all(isinstance(s, ServerDown) for s in found):
             raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
         raise CheckFailed("no server is ready to capture: " + "; ".join(problems))
+
+    def _without_long(self, todo: list[Item], missing: list[Item]) -> list[Item]:
+        """`todo` without what no server can take, which is named now and not at the end."""
+        self.told_long = True
+        if len(self.reach) < len(self.ready):
+            return todo
+        best = max(self.reach.values(), key=lambda r: r.tokens)
+        if text := name_long(missing, best):
+            log.warning("%s", text)
+        self.gave_up |= {item.sample_id: best.why for item in todo if item.length > best.tokens}
+        return [item for item in todo if item.length <= best.tokens]
 
     async def _statuses(self) -> list[ServerStatus]:
         """Status of all servers that answer, and of local staging."""
@@ -277,6 +271,7 @@ class _Run:
                 todo,
                 lambda items: read_ids(lake, items),
                 limits=self.options.limits,
+                reach=self.reach,
                 when_full=self._when_full(),
                 on_captured=captured,
                 on_note=bar.note,
@@ -331,6 +326,10 @@ class _Run:
                 self.captures[name] = 1
                 self.tokens += item.length
 
+    def _use(self, url: str) -> ServerUse:
+        busy = any(s.url == url for s, _ in self.ready) and url not in self.reach
+        return self.uses.get(url, ServerUse(url, not_answered(url) if busy else "not used"))
+
     # -- the end -------------------------------------------------------------------------------
 
     def _report(self, listing: Worklist, places: Places, todo: list[Item]) -> ExtractReport:
@@ -369,7 +368,7 @@ class _Run:
             captured_tokens=self.tokens,
             retried=self.retried,
             dropped=self.dropped,
-            servers=[self.uses.get(s.url, ServerUse(s.url, "not used")) for s in self.servers],
+            servers=[self._use(s.url) for s in self.servers],
             seconds=time.monotonic() - self.start,
             message="",
         )

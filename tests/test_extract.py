@@ -462,6 +462,34 @@ def test_too_long_for_parts_or_context(tmp_path: Path) -> None:
         assert "1 longer than a staging part (1,024 tokens)" in report.message
 
 
+def test_what_no_server_can_take_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(tmp_path, [50, 1500, 60, 700, 900])
+    told: list[str] = []
+
+    def script(rid: RequestId, nth: int) -> str:
+        told.extend(r.getMessage() for r in caplog.records if r.name == "hslake.extract")
+        return "ok"
+
+    long = f"never asked for: {world.names[1]!r} (1,500 tokens): longer than a staging part (1,024"
+    with world.serve(part_tokens=1024, script=script) as server:
+        report = world.extract(server, limit=1, order="length desc")
+        assert report.captured == 0 and report.planned == 5 and not report.passed
+        report = world.extract(server, order="length desc")
+        assert report.captured == 4 and told[0].startswith(long), told
+    # Neither are they waited for: nothing else is left to do.
+    with world.serve(part_tokens=512) as server:
+        begun = time.monotonic()
+        report = world.extract(server, where="length > 600")
+        assert report.waiting == 0 and report.missing == {
+            "longer than a staging part (512 tokens): start the server with larger parts": 3
+        }
+        assert time.monotonic() - begun < FAST.patience
+    others = [r.getMessage() for r in caplog.records if r.name == "hslake.extract"][-1]
+    assert all(f"{n!r} (" in others for n in (world.names[1], world.names[3], world.names[4]))
+
+
 def test_the_larger_of_two_servers_gets_the_long_ones(tmp_path: Path) -> None:
     world = make_world(tmp_path, [50, 1500, 60, 700, 1400] * 3)
     with world.serve(part_tokens=512, max_parts=20) as small:
