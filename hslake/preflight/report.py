@@ -46,9 +46,9 @@ class PreflightReport:
     @property
     def warnings(self) -> list[Check]:
         """Those to think about."""
-        return [c for c in self.checks if c.ok == WARN]
+        return [c for c in self.checks if c.result == WARN]
 
     @property
     def failures(self) -> list[Check]:
         """Those that forbid a run."""
-        return [c for c in self.checks if c.ok == FAIL]
+        return [c for c in self.checks if c.result == FAIL]

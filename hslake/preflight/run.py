@@ -84,7 +84,7 @@ def preflight(
     told, pace = _after(lake, listing, captured, limits, roots)
     checks += told
     shown = [without_secrets(u) for u in urls]
-    return PreflightReport(lake_url, shown, not any(c.ok == FAIL for c in checks), checks, pace)
+    return PreflightReport(lake_url, shown, not any(c.result == FAIL for c in checks), checks, pace)
 
 
 def _head(lake: Lake, model: str | Path | None) -> tuple[LmHead | None, list[Check]]:

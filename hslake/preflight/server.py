@@ -72,7 +72,7 @@ async def _check(server: Server, expected: Expected) -> Looked:
     checks.append(_in_flight(status, expected))
     longest = min(status.largest_reservation, limit or status.largest_reservation)
     probed = await _probe(server, status, expected, longest)
-    ready = not any(c.ok == FAIL and c.name == "probe" for c in probed)
+    ready = not any(c.result == FAIL and c.name == "probe" for c in probed)
     return Looked([*checks, *probed], status, longest, ready)
 
 
@@ -212,7 +212,7 @@ async def _probe(
             checks.append(warned("log-probs", text, todo))
         return checks
     checks.append(check_structure(rows, spec, made.ids))
-    if checks[-1].ok == FAIL:
+    if checks[-1].result == FAIL:
         return checks
     checks.append(check_states(rows, spec, made.ids))
     return checks + await _batches(server, status, expected, prompts, (made, rows))

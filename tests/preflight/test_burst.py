@@ -63,7 +63,7 @@ def staging(tmp_path: Path) -> Path:
 
 def named(report: PreflightReport, name: str) -> Check:
     (found,) = [c for c in report.checks if c.name == name]
-    assert bool(found.todo) == (found.ok != PASS)
+    assert bool(found.todo) == (found.result != PASS)
     return found
 
 
@@ -149,7 +149,7 @@ def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Pa
     model = through(Quota(4, 512, 300), pace.server_rate, pace.compactor_rate)
     assert model < 0.9 * pace.server_rate
     assert pace.staging_rate == pytest.approx(pace.server_rate, rel=0.05)
-    assert found.ok == PASS and pace.bottleneck == "server"
+    assert found.result == PASS and pace.bottleneck == "server"
 
 
 def test_who_held_the_burst_back_is_told(lake: str, staging: Path) -> None:
@@ -299,9 +299,9 @@ def test_a_slow_target_is_told(lake: str, staging: Path, monkeypatch: pytest.Mon
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     assert report.pace is not None and report.pace.bottleneck == "compactor"
     found = named(report, "compactor")
-    assert found.ok == WARN and "slower than the servers" in found.found
+    assert found.result == WARN and "slower than the servers" in found.found
     assert "writing to the lake holds it back" in found.todo
-    assert named(report, "forecast").ok == WARN
+    assert named(report, "forecast").result == WARN
     assert report.pace.ratio is not None
     per_token = 48 * report.pace.ratio  # bytes
     assert report.pace.compactor_rate == pytest.approx(1000 / per_token, rel=0.05)
@@ -318,7 +318,7 @@ def test_staging_too_small_for_the_speed_is_told(lake: str, staging: Path) -> No
     assert pace.bottleneck == "staging" and pace.staging_rate < 800 / 2
     assert pace.staging_from == "model" and "computed from its parts" in _forecast(report)
     found = named(report, "forecast")
-    assert found.ok == WARN and "--max-parts" in found.todo
+    assert found.result == WARN and "--max-parts" in found.todo
 
 
 def _forecast(report: PreflightReport) -> str:
@@ -339,7 +339,7 @@ def test_several_servers_at_once_and_without_local_staging(
         assert all(rate > 0 for rate in pace.server_rates.values()) and len(pace.server_rates) == 2
         assert pace.server_rate == pytest.approx(sum(pace.server_rates.values()))
         assert pace.ratio is None and pace.compactor_rate is None
-        assert named(report, "compactor").ok == WARN
+        assert named(report, "compactor").result == WARN
         assert "not known" in named(report, "forecast").found
         assert {c.where for c in report.checks if c.name == "probe"} == {a.url, b.url}
         probes = [n for s in (a, b) for n in s.captured if n.startswith(PROBE_PREFIX)]
@@ -361,7 +361,7 @@ def test_probes_that_fail_are_no_go(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, script=script) as server:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     found = named(report, "burst")
-    assert not report.passed and found.ok == FAIL and "HTTP 500: CUDA error" in found.found
+    assert not report.passed and found.result == FAIL and "HTTP 500: CUDA error" in found.found
 
 
 def test_drops_are_told(lake: str, staging: Path) -> None:
@@ -371,7 +371,7 @@ def test_drops_are_told(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, script=script, delay=0.01) as server:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     found = named(report, "burst")
-    assert report.passed and found.ok == WARN and "the hook dropped 1" in found.found
+    assert report.passed and found.result == WARN and "the hook dropped 1" in found.found
 
 
 def test_no_room_no_burst(lake: str, staging: Path) -> None:
@@ -379,26 +379,28 @@ def test_no_room_no_burst(lake: str, staging: Path) -> None:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
         # 47 rows may be used: the samples of 40, 33 and 7 tokens fit, the longest does not.
         found = named(report, "burst")
-        assert (found.ok == WARN and "was not tried" in found.found) or "too little" in found.found
+        assert (
+            found.result == WARN and "was not tried" in found.found
+        ) or "too little" in found.found
         assert not server.violations
         assert server.writer is not None
     with FakeServer(lake, staging, part_tokens=190, max_parts=1) as server:
         for _ in range(3):
             report = preflight(lake, [server.url], staging=[staging], burst_s=0.2, limits=LIMITS)
-    assert named(report, "burst").ok == WARN
+    assert named(report, "burst").result == WARN
 
 
 def test_in_flight_against_the_quota(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, part_tokens=256, max_parts=3) as server:
         few = preflight(lake, [server.url], limits=Limits(requests=1))
         many = preflight(lake, [server.url], limits=Limits(requests=24))
-    assert named(few, "in flight").ok == PASS
+    assert named(few, "in flight").result == PASS
     found = named(many, "in flight")
-    assert found.ok == WARN and "24 requests at once" in found.found
+    assert found.result == WARN and "24 requests at once" in found.found
     assert "--concurrency" in found.todo and many.passed
     with FakeServer(lake, staging, part_tokens=4096, max_parts=1) as server:
         single = preflight(lake, [server.url], limits=Limits(requests=1))
-    assert named(single, "in flight").ok == WARN
+    assert named(single, "in flight").result == WARN
 
 
 def test_command(lake: str, staging: Path) -> None:

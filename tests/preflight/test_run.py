@@ -1,5 +1,6 @@
 """Preflight: what a good set-up shows, and every way it says no."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def planned(folder: Path, lengths: list[int]) -> str:
 
 
 def by_name(report: PreflightReport) -> dict[str, Check]:
-    assert all(c.todo for c in report.checks if c.ok != PASS)  # always what to do
+    assert all(c.todo for c in report.checks if c.result != PASS)  # always what to do
     return {c.name: c for c in report.checks}
 
 
@@ -58,7 +59,7 @@ def test_a_good_set_up_is_go(lake: str, staging: Path) -> None:
         assert [c.name for c in report.warnings] == ["fingerprint", "log-probs"]
         assert "bit-equal" in checks["batch invariance"].found
         assert checks["structure"].found.startswith("3 streams of 10 x 8 bfloat16, 480 bytes")
-        assert checks["states"].ok == PASS and checks["foreign parts"].ok == PASS
+        assert checks["states"].result == PASS and checks["foreign parts"].result == PASS
         # The probe is captured, asked for by nobody, and never committed.
         assert next(iter(server.captured)).startswith("__hslake_probe__")
         assert extract(lake, [server.url]).captured == 3
@@ -129,22 +130,26 @@ def test_servers_that_cannot_work(lake: str, staging: Path) -> None:
 def test_samples_that_do_not_fit(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, part_tokens=128) as server:
         found = by_name(preflight(lake, [server.url]))["longest sample"]
-        assert found.ok == FAIL and "'s1' has 300 tokens, a staging part holds 128" in found.found
+        assert (
+            found.result == FAIL and "'s1' has 300 tokens, a staging part holds 128" in found.found
+        )
     with FakeServer(lake, staging, context=200) as server:
         found = by_name(preflight(lake, [server.url]))["longest sample"]
-        assert found.ok == FAIL and "the server takes 199" in found.found
+        assert found.result == FAIL and "the server takes 199" in found.found
 
 
 def test_foreign_and_left_behind_parts(lake: str, staging: Path, tmp_path: Path) -> None:
     with FakeServer(lake, staging) as old:
         extract(lake, [old.url])
     with FakeServer(lake, staging) as server:
-        assert by_name(preflight(lake, [server.url], staging=[staging]))["left behind"].ok == WARN
+        assert (
+            by_name(preflight(lake, [server.url], staging=[staging]))["left behind"].result == WARN
+        )
         other = planned(tmp_path / "other", [])
         with FakeServer(other, staging):
             report = preflight(lake, [server.url], staging=[staging])
             found = by_name(report)["foreign parts"]
-            assert found.ok == FAIL and "lake_id" in found.found
+            assert found.result == FAIL and "lake_id" in found.found
 
 
 def test_room_on_disk_and_in_ram(lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +179,11 @@ def test_nothing_to_check(lake: str, staging: Path, tmp_path: Path) -> None:
         preflight(str(tmp_path / "nothing"), ["http://127.0.0.1:1"])
     with FakeServer(lake, staging) as server:
         report = preflight(lake, [server.url], staging=[tmp_path / "nowhere"])
-        assert by_name(report)["staging"].ok == FAIL
+        assert by_name(report)["staging"].result == FAIL
     empty = planned(tmp_path / "empty", [])
     (tmp_path / "staging2").mkdir()
     with FakeServer(empty, tmp_path / "staging2") as server:
-        assert by_name(preflight(empty, [server.url]))["plan"].ok == FAIL
+        assert by_name(preflight(empty, [server.url]))["plan"].result == FAIL
 
 
 def test_command(lake: str, staging: Path) -> None:
@@ -191,3 +196,11 @@ def test_command(lake: str, staging: Path) -> None:
         server.disarm("it broke")
         bad = runner.invoke(app, call)
         assert bad.exit_code == 1 and "no-go: 1 of" in bad.output and "it broke" in bad.output
+
+
+def test_json_names_each_result(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging) as server:
+        call = ["preflight", lake, "--server", server.url, "--burst", "0", "--json"]
+        found = json.loads(CliRunner().invoke(app, call).stdout)
+    assert {c["result"] for c in found["checks"]} == {"pass", "warn"} and found["passed"] is True
+    assert not any("ok" in c for c in found["checks"])
