@@ -1,5 +1,6 @@
 """The burst's checks: what it captured, what the compactor makes of it, and how long all takes."""
 
+import math
 from collections.abc import Sequence
 
 from hslake.checks import Check, failed, passed, warned
@@ -18,8 +19,9 @@ from hslake.units import format_bytes
 from hslake.worklist import Worklist
 
 
-def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
-    """Whether the burst's probes arrived, and how fast."""
+def burst_check(burst: Burst, listing: Worklist, compactor: bool, reach: int, rows: int) -> Check:
+    """Whether the burst's probes arrived, and how fast. `reach`: tokens of the longest sample that
+    all servers take; `rows`: staging of the server with the least."""
     name = "burst"
     probes = f"{burst.samples:,} probe{'s' * (burst.samples != 1)}"
     found = f"{probes}, {burst.tokens:,} tokens in {burst.seconds:.1f} s"
@@ -32,9 +34,12 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
         more = f" (and {len(burst.troubles) - 1} more)" if len(burst.troubles) > 1 else ""
         todo = "see the server's log: such requests would fail in the run too"
         return failed(name, f"{found}; failed: {burst.troubles[0]}{more}", todo)
-    longest = max((i.length for i in listing.missing), default=0)
+    longest = max((i.length for i in listing.missing if i.length <= reach), default=0)
+    which = "the longest sample"
+    if any(i.length > reach for i in listing.missing):  # a check of its own says so
+        which = "the longest sample that all servers take"
     if burst.longest >= longest:
-        found += f"; the longest sample ({longest:,} tokens) among them"
+        found += f"; {which} ({longest:,} tokens) among them"
     if burst.dropped:
         found += f"; the hook dropped {burst.dropped}"
     if burst.cut:
@@ -48,9 +53,13 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
         todo = "see the server's log why; extract would ask for them again"
         return warned(name, found, todo)
     if burst.longest < longest:
-        todo = f"free staging rows (no probe may take more than {SHARE:.0%} of them): tried before "
-        text = f"{found}; the longest sample ({longest:,} tokens) was not tried"
-        return warned(name, text, f"{todo}the run, it shows whether the server's memory holds it")
+        todo = f"free staging rows (no probe may take more than {SHARE:.0%} of the free ones)"
+        if longest > SHARE * rows:
+            todo = f"no probe may take more than {SHARE:.0%} of staging: start the server with "
+            todo += f"{math.ceil(longest / SHARE):,} rows or more for a try"
+        text = f"{found}; {which} ({longest:,} tokens) was not tried"
+        why = "tried before the run, it shows whether the server's memory holds it"
+        return warned(name, text, f"{todo}: {why}")
     return passed(name, found)
 
 

@@ -147,7 +147,8 @@ def test_a_good_set_up_is_go(report: dict[str, Any]) -> None:
     assert report["passed"] is True
     # 12 samples of 58 tokens at once are more than two parts hold for sure: that may be said.
     warned = [c for c in report["checks"] if c["result"] != PASS]
-    assert {c["name"] for c in warned} <= {"in flight"}, warned
+    # So may that staging, a temporary folder, is on a disk.
+    assert {c["name"] for c in warned} <= {"in flight", "staging"}, warned
 
 
 def test_final_agrees_with_the_servers_log_probs(report: dict[str, Any]) -> None:

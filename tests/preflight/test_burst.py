@@ -26,7 +26,6 @@ from hslake.preflight import Pace, PreflightReport, preflight, probe
 from hslake.preflight.burst import SHARE, Burst, compactor_seen
 from hslake.preflight.compaction import measure
 from hslake.preflight.forecast import forecast
-from hslake.preflight.pace import Quota, through
 from hslake.preflight.probe import Rows
 from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
@@ -135,19 +134,16 @@ def test_beside_a_compactor_it_goes_on_and_all_rows_come_back(lake: str, staging
 
 
 def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Path) -> None:
-    with FakeServer(lake, staging, part_tokens=512, max_parts=4, delay=0.4, idle_s=0.3) as server:
+    with FakeServer(lake, staging, part_tokens=512, max_parts=8, delay=0.25, idle_s=0.3) as server:
         with watching(lake, staging):
             end = time.monotonic() + 20
             while not compactor_seen([staging]) and time.monotonic() < end:
                 time.sleep(0.05)
-            report = preflight(lake, [server.url], staging=[staging], burst_s=6, limits=LIMITS)
+            report = preflight(lake, [server.url], staging=[staging], burst_s=7, limits=LIMITS)
     pace = report.pace
     assert pace is not None and pace.compactor_rate is not None and pace.staging_rate is not None
     found = named(report, "forecast")
     assert pace.staging_from == "burst" and "rows came free again" in found.found, found
-    # The model knows nothing of this compactor, which comes by ten times a second.
-    model = through(Quota(4, 512, 300), pace.server_rate, pace.compactor_rate)
-    assert model < 0.9 * pace.server_rate
     assert pace.staging_rate == pytest.approx(pace.server_rate, rel=0.05)
     assert found.result == PASS and pace.bottleneck == "server"
 
@@ -382,6 +378,7 @@ def test_no_room_no_burst(lake: str, staging: Path) -> None:
         assert (
             found.result == WARN and "was not tried" in found.found
         ) or "too little" in found.found
+        assert "760 rows or more" in found.todo or "too little" in found.found
         assert not server.violations
         assert server.writer is not None
     with FakeServer(lake, staging, part_tokens=190, max_parts=1) as server:

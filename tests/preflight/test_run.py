@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from hslake.errors import CheckFailed, InvalidInput, Missing
 from hslake.extract import extract
 from hslake.plan import plan_files
 from hslake.preflight import PreflightReport, preflight
+from hslake.staging.space import RESERVE
 from tests import fakeserver
 from tests.fakeserver import FakeServer
 
@@ -136,10 +140,24 @@ def test_samples_that_do_not_fit(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, context=200) as server:
         found = by_name(preflight(lake, [server.url]))["longest sample"]
         assert found.result == FAIL and "the server takes 199" in found.found
+        assert "--context-length" in found.todo and "parts" not in found.todo
+    with FakeServer(lake, staging, part_tokens=128, context=200, max_parts=20) as server:
+        report = preflight(lake, [server.url], burst_s=0.2)
+        found = by_name(report)["longest sample"]
+        assert "a staging part holds 128 and the server takes 199: 1 of the" in found.found
+        assert "parts of at least 300" in found.todo and "--context-length" in found.todo
+        # No room makes that one fit: the burst tries what does.
+        burst = by_name(report)["burst"]
+        assert "longest sample that all servers take (40 tokens) among them" in burst.found
 
 
 def test_foreign_and_left_behind_parts(lake: str, staging: Path, tmp_path: Path) -> None:
     with FakeServer(lake, staging) as old:
+        assert preflight(lake, [old.url], staging=[staging]).passed
+    with FakeServer(lake, staging) as old:
+        # Nothing but preflight's own probes.
+        report = preflight(lake, [old.url], staging=[staging])
+        assert "left behind" not in by_name(report)
         extract(lake, [old.url])
     with FakeServer(lake, staging) as server:
         assert (
@@ -155,9 +173,67 @@ def test_foreign_and_left_behind_parts(lake: str, staging: Path, tmp_path: Path)
 def test_room_on_disk_and_in_ram(lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(staging)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    # Enough for the parts, but not for what must stay free beside them.
+    room = (RESERVE + 1000, "the filesystem")
+    monkeypatch.setattr("hslake.preflight.staging.free_bytes", lambda folder: room)
     with FakeServer(lake, staging) as server:
         report = preflight(lake, [server.url], staging=[staging])
     assert {c.name for c in report.failures} == {"disk space", "staging space"}
+
+
+def test_staging_on_a_disk_is_a_warning(
+    lake: str, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hslake.staging import space
+
+    monkeypatch.setattr("hslake.preflight.staging.disk_warning", space.disk_warning)
+    for kind, result in (("ext4", WARN), ("tmpfs", PASS)):
+        monkeypatch.setattr(space, "filesystem", lambda folder, kind=kind: kind)
+        with FakeServer(lake, staging) as server:
+            report = preflight(lake, [server.url], staging=[staging])
+        found = by_name(report)["staging"]
+        assert report.passed and found.result == result and str(staging) in found.found
+        assert ("/dev/shm" in found.todo) == (result == WARN)
+
+
+@pytest.fixture
+def keyed() -> Iterator[str]:
+    """A server that wants a key, as SGLang's with --api-key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 401)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_wants_a_key(lake: str, keyed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HSLAKE_API_KEY", raising=False)
+    found = by_name(preflight(lake, [keyed]))["server"]
+    assert found.result == FAIL and "HTTP 401" in found.found and "wants a key" in found.found
+    assert found.todo.startswith("export HSLAKE_API_KEY=KEY")
+    monkeypatch.setenv("HSLAKE_API_KEY", "wrong")
+    assert "wants another key" in by_name(preflight(lake, [keyed]))["server"].found
+    with pytest.raises(Missing, match="HSLAKE_API_KEY"):
+        extract(lake, [keyed])
+
+
+def test_remedies_are_those_of_the_reason(lake: str, staging: Path, tmp_path: Path) -> None:
+    with FakeServer(lake, staging) as server:
+        server.disarm("NoSpace: 1 byte left: lower the staging quota")
+        found = by_name(preflight(lake, [server.url]))["hook"]
+        assert "lower the staging quota" in found.found
+        assert "do as the reason says" in found.todo and "hslake serve" not in found.todo
+        server.status_lake_id = "1" * 32
+        assert "this lake" in by_name(preflight(lake, [server.url]))["hook"].todo
 
 
 def test_a_target_that_cannot_be_written(

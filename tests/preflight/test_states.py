@@ -10,6 +10,7 @@ import pytest
 
 import hslake
 from hslake.checks import FAIL, PASS, WARN, Check
+from hslake.extract import extract
 from hslake.plan import plan_files
 from hslake.preflight import PreflightReport, preflight
 from hslake.preflight.invariance import row_differences
@@ -158,7 +159,7 @@ def test_logits_that_are_too_flat_prove_nothing(tmp_path: Path, staging: Path) -
     model = write_model(tmp_path / "flat", {"lm_head.weight": flat}, **shape)
     report = look(make_lake(tmp_path, model, "bfloat16"), staging, model, flat)
     found = named(report, "log-probs")
-    assert found.ok == WARN and "264 are as good as uniform" in found.found, found
+    assert found.result == WARN and "264 are as good as uniform" in found.found, found
     assert "dummy" in found.todo
 
 
@@ -255,7 +256,12 @@ def test_without_room_it_is_not_tried(lake: str, staging: Path) -> None:
         report = preflight(lake, [server.url], staging=[staging])
     found = named(report, "batch invariance")
     assert found.result == WARN and "rows of staging" in found.found
+    assert "--part-tokens" in found.todo and "too few also when all are" in found.found
     assert not server.violations
+    with FakeServer(lake, staging, part_tokens=600, max_parts=4) as server:
+        extract(lake, [server.url])
+        report = preflight(lake, [server.url], staging=[staging])
+    assert "hslake compact" in named(report, "batch invariance").todo
 
 
 def test_row_differences() -> None:
