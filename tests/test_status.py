@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -122,6 +123,41 @@ def test_no_time_left_is_told_when_nothing_goes_on(
     assert silent.tokens_per_second and silent.eta_seconds is None
     shown = CliRunner().invoke(app, ["status", lake]).output
     assert "tokens/s committed, nothing is going on now" in shown and "minute" not in shown
+
+
+def test_idle_time_is_not_averaged_in(
+    lake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, pause = tmp_path / "staging", 2.5
+    staging.mkdir()
+    monkeypatch.setattr("hslake.status._GAP_S", 1.0)
+    monkeypatch.setattr("hslake.status._IDLE_S", 1.0)
+    begun = time.monotonic()
+    with FakeServer(lake, staging) as server:
+        for source in ("A1", "B3"):
+            extract(lake, [server.url], ExtractOptions(where=f"source = '{source}'", limit=8))
+            time.sleep(pause)
+            compact(lake, [staging])
+        whole, tokens = time.monotonic() - begun, 2 * sum(10 + i for i in range(10))
+        found = status(lake, servers=[server.url])
+        assert found.tokens_per_second and found.eta_seconds
+        # Twice nobody captured or committed for so long.
+        done = found.committed_tokens
+        assert 0.5 * tokens < done < tokens
+        assert found.tokens_per_second >= done / (whole - 2 * pause)
+        time.sleep(pause)  # shorter than from commit to commit, but most of that was a pause
+        assert status(lake, servers=[server.url]).eta_seconds is None
+
+
+def test_no_time_is_told_without_a_server(lake: str, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with FakeServer(lake, staging) as server:
+        extract(lake, [server.url], ExtractOptions(limit=5))
+        compact(lake, [staging])
+        url = server.url
+    found = status(lake, servers=[url])
+    assert found.tokens_per_second and found.eta_seconds is None
 
 
 def test_a_url_that_is_not_the_servers_root(lake: str, tmp_path: Path) -> None:
