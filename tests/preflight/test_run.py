@@ -280,3 +280,12 @@ def test_json_names_each_result(lake: str, staging: Path) -> None:
         found = json.loads(CliRunner().invoke(app, call).stdout)
     assert {c["result"] for c in found["checks"]} == {"pass", "warn"} and found["passed"] is True
     assert not any("ok" in c for c in found["checks"])
+
+
+def test_a_fingerprint_without_weights_says_so(tmp_path: Path, staging: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 100}))
+    lake = hslake.create(tmp_path / "bare", streams=[2, "final"], model_config=config).url
+    with FakeServer(lake, staging) as server:
+        found = by_name(preflight(lake, [server.url]))["fingerprint"]
+    assert found.result == WARN and "any weights for it would pass" in found.found
