@@ -58,6 +58,7 @@ class Whereabouts:
         done = committed_attempts(lake, held)  # and hidden since: to be asked for again
         waiting = {sample for attempt, (sample, _) in held.items() if attempt not in done}
         self._writers |= {sample: writer for sample, writer in held.values() if sample in waiting}
+        unread = _unread(statuses)
         unconfirmed: set[str] = set()
         lost: set[str] = set()
         for sample, writer in self._writers.items():
@@ -67,8 +68,18 @@ class Whereabouts:
             # process goes on. Its folder is not looked for now: what a compactor has taken since
             # the lake was opened is not lost.
             known = writer in shown or writer in self._local or self._runs.get(writer) in going_on
-            (lost if known else unconfirmed).add(sample)
+            (lost if known and writer not in unread else unconfirmed).add(sample)
         return Places(frozenset(waiting), frozenset(unconfirmed), frozenset(lost))
+
+
+def _unread(statuses: Iterable[ServerStatus]) -> set[str]:
+    """Writers of which not all events came: the file is damaged, what it told of may be there."""
+    newest: dict[str, tuple[int, int]] = {}
+    for writer in (w for status in statuses for w in status.writers):
+        heard = writer.events[-1].seq if writer.events else 0
+        before, told = newest.get(writer.writer, (0, 0))
+        newest[writer.writer] = max(before, heard), max(told, writer.last_seq)
+    return {writer for writer, (heard, told) in newest.items() if heard < told}
 
 
 def _runs(statuses: Iterable[ServerStatus]) -> dict[str, str]:

@@ -355,6 +355,10 @@ def test_where_samples_of_vanished_writers_are(world: World) -> None:
     for statuses in ([later], []):
         places = everywhere.look(lake, names, statuses)
         assert places == Places(nobody, frozenset(names), nobody)
+    # Its events are damaged: that does not make its parts go away.
+    unread = replace(status, writers=(replace(status.writers[0], events=()),))
+    places = everywhere.look(lake, names, [unread])
+    assert places == Places(nobody, frozenset(names), nobody)
     # Seen on this machine, it would be shown if it were there.
     here = Whereabouts((world.staging,))
     here.look(lake, names, [status])
