@@ -39,7 +39,8 @@ class Burst:
     `longest`: tokens of the longest one; `cut`: it ended early, when its share of staging was used;
     `troubles`: why probes failed; `dropped`: attempts that the hook gave up;
     `rough`: too little was captured for a rate without the warm-up; `turned`: rows that came free
-    again meanwhile, 0 when it was cut; `held_back`: share of the time in which no server had room.
+    again meanwhile, 0 when it was cut; `held_back`: share of the time in which the servers had
+    nothing to do for want of room in staging.
     """
 
     seconds: float
@@ -133,7 +134,9 @@ async def run_burst(
             if sending and all(s.status is not None for s in driver.slots):
                 # Rows of samples on their way are not free either: it is at least that.
                 turned = max(turned, sum(mark.tokens) - (free - now_free))
-                looks, starved = looks + 1, starved + all(s.starved for s in driver.slots)
+                # One that waits for room while others are on their way holds no server back.
+                idle = not mark.flights and all(s.starved for s in driver.slots)
+                looks, starved = looks + 1, starved + idle
             full = compactor and mark.flights > 0 and now_free < _SHARE_BESIDE * free
             if sending and (full or mark.at - marks[0].at >= seconds):
                 # Nothing more is sent; what is on its way comes to its end, so that no reservation
