@@ -7,11 +7,11 @@ PASS, WARN, FAIL = "pass", "warn", "fail"
 
 @dataclass(frozen=True)
 class Check:
-    """`ok`: pass | warn | fail; `found`: what is the case; `todo`: what to do, unless it passed;
-    `where`: the server it is about, if it is about one."""
+    """`result`: pass | warn | fail; `found`: what is the case; `todo`: what to do, unless it
+    passed; `where`: the server it is about, if it is about one."""
 
     name: str
-    ok: str
+    result: str
     found: str
     todo: str = ""
     where: str = ""

@@ -21,6 +21,7 @@ from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
+from hslake.ownership import is_ours
 from hslake.picks import Doubt, Pick, batches, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
 from hslake.segment.write import StatesDiffer, new_segment_id, write_segment
@@ -146,6 +147,10 @@ def _pass(
     sources: list[_Source] = []
     try:
         for found in writers:
+            # Before any of its locks: what is touched here tells a writer that its own compactor
+            # is there, and a held lock keeps that one away.
+            if not is_ours(found, spec, report):
+                continue
             # One compactor a writer: a dead writer's lock, held by another compactor, would make
             # it look alive, and its parts would vanish under us.
             mine_alone = try_lock(found.path / COMPACT_LOCK)

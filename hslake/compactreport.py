@@ -10,7 +10,8 @@ class CompactReport:
     `waiting`: samples still arriving in the parts read last. `duplicates`: samples captured once
     more although the lake has them. `abandoned`: reason -> samples given up, without the probes of
     preflight, which nobody wants; `damage`: journals and rows that do not read; extract asks for
-    both again. `refused`: parts of another lake or model, left alone. `skipped`: writers that
+    both again. `refused`: for each writer of another lake or model what is wrong with its parts; it
+    is left alone. `skipped`: writers that
     another process compacted at the last look; nothing here counts what they hold. `stopped`: ended
     by `stop`, so what was not committed is still in staging.
     """

@@ -198,7 +198,7 @@ def _through_server(
             show.note(f"{done.captured} samples, {rate:.0f} tokens/s, {done.retried} retried")
     finally:
         server.stop()
-    return Check("preflight", sum(c.ok == "pass" for c in go.checks), len(go.checks))
+    return Check("preflight", sum(c.result == "pass" for c in go.checks), len(go.checks))
 
 
 def _through_transformers(show: Show, lake_url: str, model_dir: Path, staging: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hslake.ids import RequestId, new_attempt
 from hslake.jobs import Job, JobQueue
+from hslake.reach import Reach
 from hslake.server import CAPTURED, Event, Server
 from hslake.slot import Flight, Slot
 from hslake.worklist import Item
@@ -56,12 +57,14 @@ class Driver:
         read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
         *,
         limits: Limits,
+        reach: Mapping[str, Reach] | None = None,
         when_full: str = "run `hslake compact LAKE --staging DIR --watch`",
         on_captured: Callable[[Item, str], None] = lambda item, writer: None,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.lake_id = lake_id
         self.limits, self.when_full = limits, when_full
+        self.reach = reach or {}  # of servers by URL, as far as it is known already
         self.queue = JobQueue(items, read_ids)
         self.slots = [Slot(self, server) for server in servers]
         self.attempts: dict[str, Job] = {}  # of jobs that are not done
@@ -167,13 +170,13 @@ class Driver:
     def take(self, slot: Slot, fits: Callable[[int], bool]) -> tuple[Job | None, bool]:
         """(the next job for `slot` if it `fits`, whether one waits for room). Refuses on the way
         what no server can take."""
-        best = max(self.slots, key=lambda s: s.longest)
+        best = max((s.reach for s in self.slots), key=lambda r: r.tokens)
         while True:
-            job = self.queue.take(time.monotonic(), slot.longest, best.longest)
+            job = self.queue.take(time.monotonic(), slot.reach.tokens, best.tokens)
             if job is None:
                 return None, False
-            if job.length > best.longest:
-                self.refuse(job, best.why_longest)
+            if job.length > best.tokens:
+                self.refuse(job, best.why)
             elif fits(job.length):
                 return job, False
             else:

@@ -1,18 +1,19 @@
 """`hslake extract`: drives servers until every planned sample is captured. Resumable.
 
 There is no state of its own to keep: what is committed stands in the manifest, what is captured and
-waits for the compactor stands in staging, and everything else is asked for.
+waits for the compactor stands in staging, and everything else is asked for. What was captured by a
+writer that nobody shows any more is asked for again where its staging is known to be gone; else it
+may still come, and is reported as unconfirmed.
 """
 
 import asyncio
 import contextlib
+import logging
 import re
 import shlex
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from hslake.errors import CheckFailed, InvalidInput, Missing, without_secrets
 from hslake.extractreport import (
     INTERRUPTED,
     LIMITED,
+    LOST,
     ExtractReport,
     MissingSample,
     ServerUse,
@@ -29,20 +31,24 @@ from hslake.extractreport import (
 )
 from hslake.lake import Lake
 from hslake.progress import ProgressMaker, Silent
+from hslake.reach import Reach, ask_reach, name_long
 from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
-from hslake.slot import unfit
+from hslake.signals import stopping
+from hslake.slot import not_answered, unfit
 from hslake.spec import LakeSpec
 from hslake.staging.check import check_roots
 from hslake.status import local_statuses
+from hslake.whereabouts import Places, Whereabouts
 from hslake.worklist import (
     Item,
     Worklist,
     captured_attempts,
     committed_attempts,
     read_ids,
-    waiting_samples,
     worklist,
 )
+
+log = logging.getLogger("hslake.extract")
 
 _SHOWN = 1000  # missing samples listed by id
 _LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
@@ -88,37 +94,10 @@ def extract(
 
     async def main() -> ExtractReport:
         stop = asyncio.Event()
-        with _signals(stop):
+        with stopping(stop):
             return await extract_async(lake_url, servers, options, progress=progress, stop=stop)
 
     return asyncio.run(main())
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`; the handlers are those from before then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.getsignal(one) for one in both}
-
-    def remove() -> None:
-        for one, handler in before.items():
-            if loop.remove_signal_handler(one) and handler is not None:
-                signal.signal(one, handler)
-
-    def handle() -> None:
-        stop.set()
-        remove()
-
-    for one in both:
-        loop.add_signal_handler(one, handle)
-    try:
-        yield
-    finally:
-        remove()
 
 
 async def extract_async(
@@ -162,8 +141,11 @@ class _Run:
         self.start = time.monotonic()
         self.stopped: str | None = None
         self.captures: Counter[str] = Counter()  # sample id -> acknowledgements in this call
-        self.writers: dict[str, str] = {}  # sample id -> writer of the last of them
+        self.whereabouts = Whereabouts(tuple(map(Path, options.staging)))
         self.gave_up: dict[str, str] = {}  # sample id -> why it is not asked for again
+        self.ready: list[tuple[Server, ServerStatus]] = []  # at the first look
+        self.reach: dict[str, Reach] = {}  # of those by URL, as far as they tell
+        self.told_long = False
         self.unheard: dict[str, Item] = {}  # attempt -> its sample, sent and not acknowledged
         self.chosen: set[str] | None = None  # what --limit allows, settled at the first look
         self.tokens = self.retried = self.dropped = 0
@@ -173,6 +155,7 @@ class _Run:
         spec = (await asyncio.to_thread(hslake.open, self.lake_url)).spec
         await asyncio.to_thread(check_roots, self.options.staging, spec)
         statuses = await self._first_look(spec)
+        self.reach = await ask_reach(self.ready, self.stop)
         while True:
             # Staging first: what is committed in between is then seen twice, not never.
             lake = await asyncio.to_thread(hslake.open, self.lake_url)
@@ -180,11 +163,14 @@ class _Run:
                 worklist, lake, self.options.where, self.options.order
             )
             self._check_plan(listing)
-            waiting = await asyncio.to_thread(self._waiting, lake, listing, statuses)
-            todo = self._todo(listing, waiting)
+            names = {item.sample_id for item in listing.missing}
+            places = await asyncio.to_thread(self.whereabouts.look, lake, names, statuses)
+            todo = self._todo(listing, places)
+            if not self.told_long:
+                todo = self._without_long(todo, listing.missing)
             if not todo or self.stopped or self.stop.is_set():
                 await asyncio.to_thread(self._hear_late, lake, statuses)
-                return self._report(listing, waiting, todo)
+                return self._report(listing, places, todo)
             before = sum(self.captures.values())
             await self._drive(lake, todo)
             statuses = await self._statuses()
@@ -196,25 +182,37 @@ class _Run:
     async def _first_look(self, spec: LakeSpec) -> list[ServerStatus]:
         """Every server's status; an error now rather than a long wait for what cannot work."""
         found = await asyncio.gather(*(whole_status(s) for s in self.servers))
-        ready, problems = [], []
+        answers, problems = [], []
         for server, status in zip(self.servers, found, strict=True):
             if isinstance(status, ServerDown):
                 problems.append(str(status))
                 continue
+            answers.append(status)  # also of one that captures no more: its staging holds samples
             problem = unfit(status, spec.lake_id)
             if problem is None:
-                ready.append(status)
+                self.ready.append((server, status))
                 continue
             problem = f"{server.url}: {problem}"
             if status.lake_id not in (None, spec.lake_id):
                 raise InvalidInput(problem)
             problems.append(problem)
-        if ready:
-            return [*ready, *await asyncio.to_thread(self._local)]
+        if self.ready:
+            return [*answers, *await asyncio.to_thread(self._local)]
         hint = "start one with `hslake serve LAKE --staging DIR -- …`"
         if all(isinstance(s, ServerDown) for s in found):
             raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
         raise CheckFailed("no server is ready to capture: " + "; ".join(problems))
+
+    def _without_long(self, todo: list[Item], missing: list[Item]) -> list[Item]:
+        """`todo` without what no server can take, which is named now and not at the end."""
+        self.told_long = True
+        if len(self.reach) < len(self.ready):
+            return todo
+        best = max(self.reach.values(), key=lambda r: r.tokens)
+        if text := name_long(missing, best):
+            log.warning("%s", text)
+        self.gave_up |= {item.sample_id: best.why for item in todo if item.length > best.tokens}
+        return [item for item in todo if item.length <= best.tokens]
 
     async def _statuses(self) -> list[ServerStatus]:
         """Status of all servers that answer, and of local staging."""
@@ -223,21 +221,11 @@ class _Run:
         return [*answers, *await asyncio.to_thread(self._local)]
 
     def _local(self) -> list[ServerStatus]:
-        return [status for root in self.options.staging for status in local_statuses(Path(root))]
-
-    def _waiting(self, lake: Lake, listing: Worklist, statuses: list[ServerStatus]) -> set[str]:
-        """Samples not committed in `listing` that are captured and lie in staging."""
-        missing = {item.sample_id for item in listing.missing}
-        attempts = {
-            attempt: sample
-            for attempt, sample in captured_attempts(statuses).items()
-            if sample in missing
-        }
-        waiting = waiting_samples(lake, attempts)
-        # A writer that no server shows any more has ended; what it acknowledged lies in its staging
-        # until the compactor comes, so its word stands.
-        shown = {w.writer for status in statuses for w in status.writers}
-        return waiting | {s for s, w in self.writers.items() if s in missing and w not in shown}
+        found: list[ServerStatus] = []
+        for root in self.options.staging:
+            with contextlib.suppress(Missing):  # it was there at the start: deleted since
+                found += local_statuses(Path(root))
+        return found
 
     def _check_plan(self, listing: Worklist) -> None:
         if listing.planned:
@@ -248,11 +236,11 @@ class _Run:
             f"nothing is planned in {self.lake_url}: register samples with `hslake plan LAKE FILE`"
         )
 
-    def _todo(self, listing: Worklist, waiting: set[str]) -> list[Item]:
-        todo = []
+    def _todo(self, listing: Worklist, places: Places) -> list[Item]:
+        todo, there = [], places.waiting | places.unconfirmed
         for item in listing.missing:
             name = item.sample_id
-            if name in waiting or name in self.gave_up:
+            if name in there or name in self.gave_up:
                 continue
             if self.captures[name] >= _LOST:
                 self.gave_up[name] = (
@@ -274,7 +262,7 @@ class _Run:
 
             def captured(item: Item, writer: str) -> None:
                 self.captures[item.sample_id] += 1
-                self.writers[item.sample_id] = writer
+                self.whereabouts.captured(item.sample_id, writer)
                 bar.advance(item.length)
 
             driver = Driver(
@@ -283,6 +271,7 @@ class _Run:
                 todo,
                 lambda items: read_ids(lake, items),
                 limits=self.options.limits,
+                reach=self.reach,
                 when_full=self._when_full(),
                 on_captured=captured,
                 on_note=bar.note,
@@ -337,9 +326,13 @@ class _Run:
                 self.captures[name] = 1
                 self.tokens += item.length
 
+    def _use(self, url: str) -> ServerUse:
+        busy = any(s.url == url for s, _ in self.ready) and url not in self.reach
+        return self.uses.get(url, ServerUse(url, not_answered(url) if busy else "not used"))
+
     # -- the end -------------------------------------------------------------------------------
 
-    def _report(self, listing: Worklist, waiting: set[str], todo: list[Item]) -> ExtractReport:
+    def _report(self, listing: Worklist, places: Places, todo: list[Item]) -> ExtractReport:
         interrupted = self.stop.is_set() and bool(todo)
         asked = {item.sample_id for item in todo}
         counts: Counter[str] = Counter()
@@ -347,10 +340,12 @@ class _Run:
         samples: list[MissingSample] = []
         for item in listing.missing:
             name = item.sample_id
-            if name in waiting:
+            if name in places.waiting or name in places.unconfirmed:
                 continue
             why = self.gave_up.get(name)
-            if why is None and name in asked:
+            if why is None and name in places.lost:
+                why = LOST
+            elif why is None and name in asked:
                 why = self.stopped or (INTERRUPTED if interrupted else "not captured")
             why = why or LIMITED
             key = shown.setdefault(re.sub(r"\d[\d,.]*", "#", why), why)
@@ -360,19 +355,20 @@ class _Run:
         missing = dict(counts.most_common())
         report = ExtractReport(
             lake=self.lake_url,
-            complete=not missing,
+            complete=not missing and not places.unconfirmed,
             interrupted=interrupted,
             planned=listing.planned,
             planned_tokens=listing.planned_tokens,
             committed=listing.committed,
-            waiting=len(waiting),
+            waiting=len(places.waiting),
+            unconfirmed=len(places.unconfirmed),
             missing=missing,
             missing_samples=samples,
             captured=sum(self.captures.values()),
             captured_tokens=self.tokens,
             retried=self.retried,
             dropped=self.dropped,
-            servers=[self.uses.get(s.url, ServerUse(s.url, "not used")) for s in self.servers],
+            servers=[self._use(s.url) for s in self.servers],
             seconds=time.monotonic() - self.start,
             message="",
         )

@@ -4,6 +4,15 @@ from dataclasses import dataclass
 
 INTERRUPTED = "interrupted"
 LIMITED = "beyond --limit"
+LOST = (
+    "captured, but in staging no more (it was emptied, or the compactor gave them up): the same "
+    "command asks for them again"
+)
+_UNCONFIRMED = (
+    "captured by a server process that is not seen any more, and not committed; whether its "
+    "staging is still there cannot be told (on its machine, --staging DIR tells). Run `hslake "
+    "compact` there, then this command again: it asks for what is not committed then"
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,11 @@ class ServerUse:
 class ExtractReport:
     """The end of one call.
 
-    `planned`, `committed`, `waiting` (captured, uncommitted) and `missing` (reason -> samples)
-    speak of the plan's samples that --where selects; `captured` and what follows of this call.
-    `complete`: nothing is missing. `message` is the last line a person reads.
+    `planned`, `committed`, `waiting` (captured, in staging, uncommitted), `unconfirmed` (captured
+    by a writer that nobody shows any more; the compactor commits them if its staging is still
+    there) and `missing` (reason -> samples) speak of the plan's samples that --where selects;
+    `captured` and what follows of this call. `complete`: nothing is missing or unconfirmed.
+    `message` is the last line a person reads.
     """
 
     lake: str
@@ -43,6 +54,7 @@ class ExtractReport:
     planned_tokens: int
     committed: int
     waiting: int
+    unconfirmed: int
     missing: dict[str, int]
     missing_samples: list[MissingSample]
     captured: int
@@ -56,7 +68,8 @@ class ExtractReport:
     @property
     def passed(self) -> bool:
         """Complete, or only short of what --limit left out."""
-        return not self.interrupted and all(reason == LIMITED for reason in self.missing)
+        short = self.interrupted or self.unconfirmed
+        return not short and all(reason == LIMITED for reason in self.missing)
 
     def __str__(self) -> str:
         return self.message
@@ -71,10 +84,14 @@ def last_line(report: ExtractReport, where: str | None) -> str:
     if report.complete:
         return f"complete: all {report.planned:,} {selected} samples are captured ({there})"
     gone = sum(report.missing.values())
-    why = "; ".join(f"{n:,} {reason}" for reason, n in report.missing.items())
-    head = "interrupted" if report.interrupted else "done as far as asked" * report.passed
+    unsure = f"{report.unconfirmed:,} unconfirmed: {_UNCONFIRMED}" if report.unconfirmed else ""
     end = ". The same command again continues" if report.interrupted else ""
+    if not gone:
+        return f"{INTERRUPTED if report.interrupted else 'unconfirmed'}: {unsure} ({there}){end}"
+    why = "; ".join(f"{n:,} {reason}" for reason, n in report.missing.items())
+    head = INTERRUPTED if report.interrupted else "done as far as asked" * report.passed
+    unsure = f"; besides, {unsure}" if unsure else ""
     return (
         f"{head or 'incomplete'}: {gone:,} of {report.planned:,} {selected} samples are missing: "
-        f"{why} ({there}){end}"
+        f"{why}{unsure} ({there}){end}"
     )

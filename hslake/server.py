@@ -30,6 +30,10 @@ class ServerDown(Missing):
     """The server does not answer, or not with what an SGLang server with the hook answers."""
 
 
+class NotLetIn(ServerDown):
+    """The server wants a key, or another one."""
+
+
 class RequestFailed(Conflict):
     """The server failed at this request; another attempt may succeed."""
 
@@ -131,6 +135,11 @@ class ServerStatus:
     def capacity_rows(self) -> int:
         """Rows of staging over all writers."""
         return sum(w.capacity_rows for w in self.writers)
+
+    def emptied(self) -> "ServerStatus":
+        """The same with nothing in staging."""
+        empty = (replace(w, parts=(), free_rows=w.capacity_rows) for w in self.writers)
+        return replace(self, writers=tuple(empty))
 
     @property
     def cursors(self) -> dict[str, int]:
@@ -251,7 +260,7 @@ class Server:
         if status in (408, 425, 429) or status >= 500:
             raise RequestFailed(f"HTTP {status}: {shown}")
         # 401, 404 and their like are about the address or the key, not about this request.
-        raise ServerDown(f"{self.url}/generate: HTTP {status}: {shown}")
+        raise _no_answer(f"{self.url}/generate", status, text)
 
     async def abort(self, rid: RequestId) -> None:
         """Ask the server to forget a request; best effort, raises ServerDown only."""
@@ -275,7 +284,7 @@ class Server:
                     return found
             if status != 404:
                 break
-        raise ServerDown(f"{self.url}{path}: HTTP {status}: {_message(text)}")
+        raise _no_answer(f"{self.url}{path}", status, text)
 
     async def status(self, since: Mapping[str, int] | None = None) -> ServerStatus:
         """GET /hslake/status: events newer than `since` (writer -> cursor), room, health."""
@@ -293,7 +302,7 @@ class Server:
                 f"{self.url}{STATUS_PATH}: not found: {why} `hslake serve LAKE --staging DIR -- …`"
             )
         if status != 200:
-            raise ServerDown(f"{self.url}{STATUS_PATH}: HTTP {status}: {_message(text)}")
+            raise _no_answer(f"{self.url}{STATUS_PATH}", status, text)
         return parse_status(_json(text, self.url + STATUS_PATH), self.url)
 
     async def _get_or_post(
@@ -347,6 +356,14 @@ def context_limit(info: Mapping[str, Any]) -> int | None:
         if isinstance(info.get(key), int) and info[key] > 0
     ]
     return min(limits, default=None)
+
+
+def _no_answer(where: str, status: int, text: bytes) -> ServerDown:
+    told = f"{where}: HTTP {status}: {_message(text)}"
+    if status not in (401, 403):
+        return ServerDown(told)
+    which = "another key than the one in" if os.environ.get(API_KEY) else "a key in"
+    return NotLetIn(f"{told}: it wants {which} {API_KEY}, the one of its --api-key")
 
 
 def _finished(answer: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hslake.ids import RequestId
 from hslake.jobs import Job
+from hslake.reach import Reach, reach_of
 from hslake.server import (
     RequestFailed,
     RequestRefused,
@@ -58,8 +59,7 @@ class Slot:
         self.wake = asyncio.Event()
         self.up = False
         self.reason = f"{server.url} was not asked yet"
-        self.longest = 0  # tokens of the longest sample it takes; 0 while not known
-        self.why_longest = ""
+        self.reach = driver.reach.get(server.url, Reach(0, ""))  # 0 while not known
         self.starved = False  # has work and a free place, but no room in staging
         self.captured = self.tokens = self.dropped = self.outages = 0
         self.status: ServerStatus | None = None
@@ -71,7 +71,7 @@ class Slot:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self.reason = f"{self.server.url} has not answered yet"  # a busy one takes its time
+        self.reason = not_answered(self.server.url)
         try:
             while True:
                 await (self._work() if self.up else self._try_again())
@@ -126,14 +126,7 @@ class Slot:
             await asyncio.sleep(self._aside)
             self._aside = min(_ASIDE_MAX_S, self._aside * 2)
             return
-        rows = status.largest_reservation
-        self.longest = rows if limit is None else min(rows, limit)
-        self.why_longest = (
-            f"longer than a staging part ({rows:,} tokens): start the server with larger parts"
-            if limit is None or rows <= limit
-            else f"longer than the server takes ({limit:,} tokens): raise its context length or "
-            "its KV cache, or plan shorter samples"
-        )
+        self.reach = reach_of(status, limit)
         if self.outages:
             log.warning("%s is back", url)
         self.up, self.reason = True, "up"
@@ -262,6 +255,11 @@ class Slot:
     def _lose(self, flight: Flight, reason: str) -> None:
         flight.job.flights -= 1
         self.driver.lost(flight, reason)
+
+
+def not_answered(url: str) -> str:
+    """The state of a server that was asked: a busy one takes its time."""
+    return f"{url} has not answered yet"
 
 
 def unfit(status: ServerStatus, lake_id: str) -> str | None:

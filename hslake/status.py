@@ -26,6 +26,7 @@ from hslake.slot import unfit
 from hslake.worklist import captured_attempts, waiting_samples
 
 _RATE_MINUTES = 15
+_GAP_S = 30.0  # without a capture or a commit: no time of work
 _IDLE_S = 60.0  # without a commit, at least, before nothing is taken to be going on
 
 
@@ -76,12 +77,16 @@ class ServerState:
 
 @dataclass(frozen=True)
 class StatusReport:
-    """Where a lake stands. `waiting` figures are None when neither server nor staging was given.
+    """Where a lake stands. `waiting`: captured, seen in staging and not committed; figures are None
+    when neither server nor staging was given. What a server process that has ended left in staging
+    is seen in the staging folder only, and counts as missing without it.
 
-    `tokens_left`: planned and not committed. `tokens_per_second`: committed over the last quarter
-    of an hour, None without a commit in it; `eta_seconds` follows from it, None also when nothing
-    is going on: commits have ceased, or every writer has ended. `expected_bytes`: what
-    the spec's estimate foresees for the tokens committed so far; None without an estimate.
+    `tokens_left`: planned and not committed. `tokens_per_second`: committed in the last quarter of
+    an hour, over the time of it in which something was captured or committed; None without a commit
+    in it. `eta_seconds` follows from it, None also when nothing is going on: commits have ceased,
+    or no live writer stands behind the servers and staging folders that were named.
+    `expected_bytes`: what the spec's estimate foresees for the tokens committed so far; None
+    without an estimate.
     """
 
     lake: str
@@ -122,13 +127,13 @@ def status(
     told = asyncio.run(_ask(list(dict.fromkeys(servers))))
     told += [(str(root), status) for root in roots for status in local_statuses(root)]
     lake = hslake.open(lake_url)
-    statuses = [s for _, s in told if isinstance(s, ServerStatus)]
+    statuses = [s for _, s in told if isinstance(s, ServerStatus) and _is_of(s, lake)]
     waiting = _waiting(lake, statuses) if statuses else None
     rows = _coverage(lake, waiting or {})
     forecast = query.run(lake, "forecast").to_pylist()[0]
     rate, going_on = _rate(lake)
     writers = _writers(told)
-    going_on = going_on and (not writers or any(w.alive for w in writers))
+    going_on = going_on and (not told or any(w.alive for w in writers))
     left = sum(r.planned_tokens - r.committed_tokens for r in rows)
     estimate = lake.spec.estimate
     expected = None
@@ -177,6 +182,11 @@ async def _ask(urls: Sequence[str]) -> list[tuple[str, ServerStatus | ServerDown
         servers = [Server(url, session, status_timeout=10.0) for url in urls]
         found = await asyncio.gather(*(whole_status(server) for server in servers))
     return list(zip((s.url for s in servers), found, strict=True))
+
+
+def _is_of(status: ServerStatus, lake: Lake) -> bool:
+    """Another lake may have the same sample ids: what waits for that one does not wait for us."""
+    return {w["lake_id"] for w in status.raw["writers"]} <= {None, lake.spec.lake_id}
 
 
 def _state(found: ServerStatus | ServerDown, lake: Lake) -> str:
@@ -256,19 +266,34 @@ def _coverage(lake: Lake, waiting: dict[tuple[str, str], Counter[str]]) -> list[
 
 
 def _rate(lake: Lake) -> tuple[float | None, bool]:
-    """Tokens committed a second over the last minutes up to the last commit, and whether one was
-    made lately, as commits go here."""
+    """Tokens committed a second while there was work, in the last minutes up to the last commit,
+    and whether a commit was made lately, as commits go here.
+
+    Signs of work are captures and commits; longer than _GAP_S without one, nothing went on.
+    """
     row = query.run(
         lake,
         f"""
-        with commits as (
-            select committed_at as made, sum(length) as tokens, min(captured_at) as first
-            from samples where committed_at > now() - interval {_RATE_MINUTES} minute group by all
-        ), gaps as (select *, epoch(made - lag(made) over (order by made)) as gap from commits)
-        select sum(tokens) as tokens, epoch(max(made) - min(first)) as seconds,
-            epoch(now() - max(made)) as since, max(gap) as gap from gaps
+        with recent as (
+            select captured_at, committed_at, length from samples
+            where committed_at > now() - interval {_RATE_MINUTES} minute
+        ), signs as (
+            select captured_at as seen from recent union select committed_at from recent
+        ), gaps as (
+            select seen, epoch(seen - lag(seen) over (order by seen)) as gap from signs
+        ), work as (select * from gaps where gap <= {_GAP_S}
+        ), commits as (
+            select made, sum(gap) as seconds from work
+            asof join (select distinct committed_at as made from recent) c on work.seen <= c.made
+            group by made
+        )
+        select (select sum(length) from recent) as tokens, (select sum(gap) from work) as seconds,
+            epoch(now() - (select max(committed_at) from recent)) as since,
+            (select max(seconds) from commits
+             where made > (select min(committed_at) from recent)) as rhythm
         """,
     ).to_pylist()[0]
-    if not row["tokens"] or not row["seconds"] or row["seconds"] <= 0:
+    if not row["tokens"] or not row["seconds"]:
         return None, False
-    return float(row["tokens"]) / row["seconds"], row["since"] < max(_IDLE_S, 2 * (row["gap"] or 0))
+    lately = row["since"] < max(_IDLE_S, 2 * (row["rhythm"] or 0.0))
+    return float(row["tokens"]) / row["seconds"], lately

@@ -88,20 +88,25 @@ def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:
 
 
 def captured_attempts(statuses: Iterable[ServerStatus]) -> dict[str, str]:
-    """attempt -> sample id of what lies complete in the staging behind these servers.
+    """attempt -> sample id of what lies complete in the staging behind these servers."""
+    return {attempt: sample for attempt, (sample, _) in held_attempts(statuses).items()}
+
+
+def held_attempts(statuses: Iterable[ServerStatus]) -> dict[str, tuple[str, str]]:
+    """attempt -> (sample id, writer) of what lies complete in the staging behind these servers.
 
     An event outlives its rows: once the part is done or recycled, the sample is in the lake or was
     given up by the compactor. Events newer than the writer's summary are of parts that it may not
     list yet.
     """
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, str]] = {}
     for status in statuses:
         for writer in status.writers:
             held = {p.name: p.state != "done" for p in writer.parts}
             for event in writer.events:
                 new = event.seq > writer.last_seq
                 if event.state == CAPTURED and held.get(event.part, new):
-                    found[event.attempt] = event.sample_id
+                    found[event.attempt] = event.sample_id, writer.writer
     return found
 
 

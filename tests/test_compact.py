@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -474,6 +475,48 @@ def test_vacuum_removes_what_killed_writers_left(tmp_path):
     assert not store.local(f"segments/{unborn}").exists()
     assert store.local(f"segments/{named}").is_dir()
     check(made)
+
+
+def test_another_lakes_writer_is_not_touched(tmp_path, monkeypatch):
+    made, other = make_lake(tmp_path, 1), make_lake(tmp_path / "other", 1)
+    writer = StagingWriter(
+        made.staging, made.lake.spec, part_tokens=16, max_parts=2,
+        fingerprint=made.lake.spec.model.fingerprint, engine={}, idle_s=0.0,
+    )  # fmt: skip
+    made.put(writer, made.plan([5])[0])
+    lock = writer.folder / "compact.lock"
+    os.utime(lock, (5, 5))
+    locked = []
+    monkeypatch.setattr(
+        "hslake.compact.try_lock",
+        lambda path, **how: locked.append(path) or try_lock(path, **how),
+    )
+    looks = iter([False] * 3)
+    report = compact(
+        other.url, [made.staging], watch=True, interval_s=0.0, stop=lambda: next(looks, True)
+    )
+    assert len(report.refused) == 1 and "belongs to another lake" in report.refused[0]
+    assert report.skipped == [] and not [p for p in locked if writer.folder in p.parents]
+    writer.tick()  # nobody was here for it: its part stays open
+    assert lock.stat().st_mtime == 5 and not read_part(writer.folder / "part-000001").sealed
+    assert compact(made.url, [made.staging]).samples == 1
+    writer.close()
+
+
+def test_a_writer_without_parts_is_its_own_lakes(tmp_path):
+    made, other = make_lake(tmp_path, 1), make_lake(tmp_path / "other", 1)
+    writer = made.writer(8)
+    shutil.rmtree(writer.folder / "part-000001")
+    lock = writer.folder / "compact.lock"
+    os.utime(lock, (5, 5))
+    assert compact(other.url, [made.staging]).passed and lock.stat().st_mtime == 5
+    (writer.folder / "status.json").rename(tmp_path / "status.json")
+    assert compact(made.url, [made.staging]).passed and lock.stat().st_mtime == 5  # just born
+    (tmp_path / "status.json").rename(writer.folder / "status.json")
+    assert compact(made.url, [made.staging]).passed and lock.stat().st_mtime > 5
+    writer._lock.release()  # it dies
+    assert compact(other.url, [made.staging]).passed and writer.folder.exists()
+    assert compact(made.url, [made.staging]).passed and not writer.folder.exists()
 
 
 @pytest.mark.parametrize("lock", ["lock", "compact.lock"])

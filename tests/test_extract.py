@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -19,10 +20,12 @@ from hslake.compact import compact
 from hslake.drive import Limits
 from hslake.errors import CheckFailed, InvalidInput, Missing
 from hslake.extract import ExtractOptions, ExtractReport, extract, extract_async
+from hslake.extractreport import LOST
 from hslake.ids import RequestId
 from hslake.staging import read_part, read_status, scan
 from hslake.status import local_statuses
 from hslake.verify import hide
+from hslake.whereabouts import Places, Whereabouts
 from hslake.worklist import captured_attempts
 from tests.fakeserver import FakeServer, states_of
 from tests.lakes import MadeLake, random_states
@@ -260,9 +263,106 @@ def test_a_dead_server_is_set_aside_and_comes_back(world: World) -> None:
         killer.start()
         report = world.extract(server)
         killer.join()
-        assert report.complete and report.servers[0].outages == 1, report
-        assert server.lives == 2
+        assert report.servers[0].outages == 1 and server.lives == 2
+        assert report.captured == 60  # heard once each: what it left may still come
+        assert not report.missing and report.waiting + report.unconfirmed == 60
+        # The new process does not show what the old one left: from afar nobody knows.
+        assert report.unconfirmed > 0 and not report.complete and not report.passed
+        assert report.message.startswith(f"unconfirmed: {report.unconfirmed} unconfirmed: captured")
     world.check_lake()
+
+
+def emptied(world: World, server: FakeServer, *, restarts: bool = True) -> threading.Thread:
+    """Kills the server after some captures and empties its staging, as a reboot would."""
+
+    def reboot() -> None:
+        wait_until(lambda: len(server.captured) >= 20)
+        server.die()
+        shutil.rmtree(world.staging)
+        world.staging.mkdir()
+        if restarts:
+            server.start()
+
+    thread = threading.Thread(target=reboot)
+    thread.start()
+    return thread
+
+
+def test_what_went_with_its_staging_is_asked_for_again(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+        rebooting = emptied(world, server)
+        report = world.extract(server, staging=(world.staging,))
+        rebooting.join()
+        assert report.complete and report.waiting == 60 and report.unconfirmed == 0
+        assert report.captured > 60
+    world.check_lake()
+
+
+def test_from_afar_nobody_says_that_lost_samples_wait(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+        rebooting = emptied(world, server)
+        report = world.extract(server)
+        rebooting.join()
+        (status,) = local_statuses(world.staging)
+        there = len(captured_attempts([status]))
+        assert report.waiting == there < 60 and report.unconfirmed == 60 - there
+        assert not report.complete and not report.passed and "--staging DIR" in report.message
+        assert world.extract(server).complete  # a new run takes what is there at its word only
+    world.check_lake()
+
+
+def test_what_is_lost_and_cannot_be_asked_for_again_is_told(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+        rebooting = emptied(world, server, restarts=False)
+        limits = replace(FAST, patience=0.5)
+        report = world.extract(server, staging=(world.staging,), limits=limits)
+        rebooting.join()
+    lost = report.missing[LOST]
+    assert lost > 0 and report.waiting == report.unconfirmed == 0
+    assert sum(report.missing.values()) == 60 and f"{lost} captured, but" in report.message
+
+
+def test_a_staging_folder_that_goes_meanwhile(world: World) -> None:
+    with world.serve(part_tokens=8192, delay=0.03) as server:
+
+        def remove() -> None:
+            wait_until(lambda: len(server.captured) >= 20)
+            server.die()
+            shutil.rmtree(world.staging)
+
+        removing = threading.Thread(target=remove)
+        removing.start()
+        limits = replace(FAST, patience=0.5)
+        report = world.extract(server, staging=(world.staging,), limits=limits)
+        removing.join()
+    assert report.missing[LOST] > 0 and report.waiting == report.unconfirmed == 0
+
+
+def test_where_samples_of_vanished_writers_are(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        world.extract(server)
+        (status,) = local_statuses(world.staging)
+    lake, names = hslake.open(world.url), set(world.names)
+    (writer,) = status.raw["writers"]
+    rank = replace(status, writers=(), raw={**status.raw, "writers": [{**writer, "writer": "b"}]})
+    other = {**writer, "writer": "c", "engine": {**writer["engine"], "run": "later"}}
+    later = replace(status, writers=(), raw={**status.raw, "writers": [other]})
+    nobody: frozenset[str] = frozenset()
+    everywhere = Whereabouts()
+    assert everywhere.look(lake, names, [status]) == Places(frozenset(names), nobody, nobody)
+    # Its server goes on without it; a later process of the same address says nothing of it.
+    assert everywhere.look(lake, names, [rank]) == Places(nobody, nobody, frozenset(names))
+    for statuses in ([later], []):
+        places = everywhere.look(lake, names, statuses)
+        assert places == Places(nobody, frozenset(names), nobody)
+    # Its events are damaged: that does not make its parts go away.
+    unread = replace(status, writers=(replace(status.writers[0], events=()),))
+    places = everywhere.look(lake, names, [unread])
+    assert places == Places(nobody, frozenset(names), nobody)
+    # Seen on this machine, it would be shown if it were there.
+    here = Whereabouts((world.staging,))
+    here.look(lake, names, [status])
+    assert here.look(lake, names, [later]) == Places(nobody, nobody, frozenset(names))
 
 
 def test_the_other_server_takes_over(world: World) -> None:
@@ -286,7 +386,8 @@ def test_the_other_server_takes_over(world: World) -> None:
         report = world.extract(a, b)
         killer.join()
         # Whether a was set aside before b had done the rest is a matter of milliseconds.
-        assert report.complete and report.servers[1].state == "up"
+        # So is whether a is still seen, or what it captured is unconfirmed.
+        assert not report.missing and report.servers[1].state == "up"
         assert report.servers[0].captured + report.servers[1].captured == 60
         assert report.servers[1].captured >= 56
     world.check_lake()
@@ -363,6 +464,34 @@ def test_too_long_for_parts_or_context(tmp_path: Path) -> None:
         report = world.extract(server, staging=(world.staging,))
         assert report.captured == 1
         assert "1 longer than a staging part (1,024 tokens)" in report.message
+
+
+def test_what_no_server_can_take_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(tmp_path, [50, 1500, 60, 700, 900])
+    told: list[str] = []
+
+    def script(rid: RequestId, nth: int) -> str:
+        told.extend(r.getMessage() for r in caplog.records if r.name == "hslake.extract")
+        return "ok"
+
+    long = f"never asked for: {world.names[1]!r} (1,500 tokens): longer than a staging part (1,024"
+    with world.serve(part_tokens=1024, script=script) as server:
+        report = world.extract(server, limit=1, order="length desc")
+        assert report.captured == 0 and report.planned == 5 and not report.passed
+        report = world.extract(server, order="length desc")
+        assert report.captured == 4 and told[0].startswith(long), told
+    # Neither are they waited for: nothing else is left to do.
+    with world.serve(part_tokens=512) as server:
+        begun = time.monotonic()
+        report = world.extract(server, where="length > 600")
+        assert report.waiting == 0 and report.missing == {
+            "longer than a staging part (512 tokens): start the server with larger parts": 3
+        }
+        assert time.monotonic() - begun < FAST.patience
+    others = [r.getMessage() for r in caplog.records if r.name == "hslake.extract"][-1]
+    assert all(f"{n!r} (" in others for n in (world.names[1], world.names[3], world.names[4]))
 
 
 def test_the_larger_of_two_servers_gets_the_long_ones(tmp_path: Path) -> None:

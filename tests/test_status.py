@@ -1,6 +1,8 @@
 """Status: samples are counted where they are: missing, waiting in staging, committed."""
 
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -73,6 +75,28 @@ def test_from_plan_to_lake(lake: str, tmp_path: Path) -> None:
         status(lake, staging=[tmp_path / "nowhere"])
 
 
+def test_only_what_is_seen_in_this_lakes_staging_waits(lake: str, tmp_path: Path) -> None:
+    runner, staging, other = CliRunner(), tmp_path / "staging", tmp_path / "other"
+    staging.mkdir()
+    other.mkdir()
+    twin = hslake.create(tmp_path / "twin", streams=[2, 4, "final"], hidden_size=8, num_layers=8)
+    plan_files(twin.url, [tmp_path / "plan.parquet"])
+    with FakeServer(lake, staging) as server, FakeServer(twin.url, other) as its:
+        extract(lake, [server.url])
+        assert status(twin.url, servers=[its.url]).waiting == 0
+        assert status(twin.url, servers=[server.url]).waiting is None  # the same sample ids
+        server.stop()
+        (ended,) = staging.glob("*-*")
+        server.start()  # another process: it does not show what the last one captured
+        far = runner.invoke(app, ["status", lake, "--server", server.url])
+        assert "servers that have ended" in far.output, far.output
+        assert status(lake, servers=[server.url]).missing == 20
+        near = status(lake, servers=[server.url], staging=[staging])
+        assert (near.waiting, near.missing) == (20, 0)
+        shutil.rmtree(ended)
+        assert status(lake, servers=[server.url], staging=[staging]).missing == 20
+
+
 def test_probes_are_not_captured_samples(lake: str, tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     staging.mkdir()
@@ -99,6 +123,41 @@ def test_no_time_left_is_told_when_nothing_goes_on(
     assert silent.tokens_per_second and silent.eta_seconds is None
     shown = CliRunner().invoke(app, ["status", lake]).output
     assert "tokens/s committed, nothing is going on now" in shown and "minute" not in shown
+
+
+def test_idle_time_is_not_averaged_in(
+    lake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, pause = tmp_path / "staging", 2.5
+    staging.mkdir()
+    monkeypatch.setattr("hslake.status._GAP_S", 1.0)
+    monkeypatch.setattr("hslake.status._IDLE_S", 1.0)
+    begun = time.monotonic()
+    with FakeServer(lake, staging) as server:
+        for source in ("A1", "B3"):
+            extract(lake, [server.url], ExtractOptions(where=f"source = '{source}'", limit=8))
+            time.sleep(pause)
+            compact(lake, [staging])
+        whole, tokens = time.monotonic() - begun, 2 * sum(10 + i for i in range(10))
+        found = status(lake, servers=[server.url])
+        assert found.tokens_per_second and found.eta_seconds
+        # Twice nobody captured or committed for so long.
+        done = found.committed_tokens
+        assert 0.5 * tokens < done < tokens
+        assert found.tokens_per_second >= done / (whole - 2 * pause)
+        time.sleep(pause)  # shorter than from commit to commit, but most of that was a pause
+        assert status(lake, servers=[server.url]).eta_seconds is None
+
+
+def test_no_time_is_told_without_a_server(lake: str, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with FakeServer(lake, staging) as server:
+        extract(lake, [server.url], ExtractOptions(limit=5))
+        compact(lake, [staging])
+        url = server.url
+    found = status(lake, servers=[url])
+    assert found.tokens_per_second and found.eta_seconds is None
 
 
 def test_a_url_that_is_not_the_servers_root(lake: str, tmp_path: Path) -> None:

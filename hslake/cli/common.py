@@ -63,7 +63,10 @@ class Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from error
         except Exception as error:
-            if debug(ctx) or _is_cli(error):
+            if _is_cli(error):
+                _hint_repeat(error)
+                raise
+            if debug(ctx):
                 raise
             if isinstance(error, OSError):  # the machine's answer, not a bug of ours
                 _print_error(_os_error(error))
@@ -92,6 +95,17 @@ def _is_cli(error: Exception) -> bool:
     # Newer Typers carry a click of their own: take the base class from what Typer exports.
     usage = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
     return isinstance(error, (usage, typer.Exit, typer.Abort))
+
+
+def _hint_repeat(error: Any) -> None:
+    """Say that an option is repeated to somebody who gave it two values at once."""
+    message, ctx = getattr(error, "message", ""), getattr(error, "ctx", None)
+    if ctx is None or "unexpected extra argument" not in message:
+        return
+    options = [p.opts[0] for p in ctx.command.params if getattr(p, "multiple", False)]
+    if options:
+        first = f"{options[0]} A {options[0]} B"
+        error.message = f"{message.rstrip('.')}. Several values: repeat the option, as in {first}"
 
 
 def _print_error(message: str) -> None:

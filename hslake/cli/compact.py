@@ -126,7 +126,7 @@ def _open_files() -> None:
 def _problems(report: "CompactReport") -> str:
     lines = []
     if report.refused:
-        lines.append(f"{len(report.refused)} parts refused: " + "; ".join(report.refused))
+        lines.append("\n  ".join(["of another lake or model:", *report.refused]))
     if report.damage:
         lines.append(
             f"{len(report.damage)} times damage in staging: " + "; ".join(report.damage)

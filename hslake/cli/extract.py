@@ -45,7 +45,7 @@ def extract(
         typer.Option(
             metavar="DIR",
             help="A staging folder on this machine: what ended servers left there is not asked for "
-            "again. Repeatable.",
+            "again, and what is gone from it is. Repeatable.",
         ),
     ] = None,
     tries: Annotated[int, typer.Option(help="Failures of one sample before it is given up.")] = 8,
@@ -61,8 +61,8 @@ def extract(
 
     Asks for what is planned and neither committed nor waiting in staging, so a run that was cut
     short goes on where it was. Servers come from `hslake serve`; `hslake compact --watch` beside
-    this empties staging. The last line says complete, or what is missing and why; then the exit
-    code is 1.
+    this empties staging. The last line says complete, or what is missing and why, or what a server
+    that has ended captured and nobody can confirm; then the exit code is 1.
     """
     import hslake.extract
     from hslake.drive import Limits

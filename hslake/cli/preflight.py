@@ -106,7 +106,7 @@ def _print(report: "PreflightReport") -> None:
     for check in report.checks:
         several = len(report.servers) > 1 and check.where not in check.found
         found = f"{check.where}: {check.found}" if several else check.found
-        _print_text(f"{check.ok.upper():<4}  {check.name:<{width}}  ", found)
+        _print_text(f"{check.result.upper():<4}  {check.name:<{width}}  ", found)
         if check.todo:
             _print_text(f"      {'':<{width}}  -> ", check.todo)
 

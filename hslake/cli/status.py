@@ -44,7 +44,7 @@ def status(
         if json:
             print_json(report)
         else:
-            _print(report)
+            _print(report, staging)
         if not watch:
             return
         sys.stdout.flush()
@@ -54,7 +54,7 @@ def status(
             return
 
 
-def _print(report: "StatusReport") -> None:
+def _print(report: "StatusReport", staging: list[Path] | None) -> None:
     print(f"{report.lake} at version {report.version}, {report.at:%Y-%m-%d %H:%M:%S} UTC")
     if report.coverage:
         columns = ["source", "split", "planned", "committed", "waiting", "missing", "percent"]
@@ -67,6 +67,8 @@ def _print(report: "StatusReport") -> None:
         print_table(columns, [*rows, ["(total)", "", *sums, round(share, 2)]])
         if report.waiting is None:
             print("(waiting counts as missing here: name --server or --staging to tell it apart)")
+        elif report.missing and not staging:
+            print("(what servers that have ended left in staging counts as missing: see --staging)")
     else:
         print(f"nothing is planned: hslake plan {report.lake} FILE --source NAME")
     print_pairs(_pairs(report))

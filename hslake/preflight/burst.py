@@ -38,7 +38,9 @@ class Burst:
     `seconds`: from the first request to the last capture; `sample_ids`: the captured probes;
     `longest`: tokens of the longest one; `cut`: it ended early, when its share of staging was used;
     `troubles`: why probes failed; `dropped`: attempts that the hook gave up;
-    `rough`: too little was captured for a rate without the warm-up.
+    `rough`: too little was captured for a rate without the warm-up; `turned`: rows that came free
+    again meanwhile, 0 when it was cut; `held_back`: share of the time in which the servers had
+    nothing to do for want of room in staging.
     """
 
     seconds: float
@@ -52,6 +54,8 @@ class Burst:
     troubles: tuple[str, ...]
     dropped: int
     rough: bool
+    turned: int
+    held_back: float
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ async def run_burst(
     marks, most = [_mark(driver)], 0
     work = asyncio.create_task(driver.run())
     sending, cut = True, False
+    looks = turned = 0
+    starved = 0
     try:
         while not work.done():
             await asyncio.wait({work}, timeout=_LOOK_S)
@@ -125,6 +131,12 @@ async def run_burst(
             if mark.tokens != marks[-1].tokens:
                 marks.append(mark)
             now_free = sum(s.status.free_rows for s in driver.slots if s.status is not None)
+            if sending and all(s.status is not None for s in driver.slots):
+                # Rows of samples on their way are not free either: it is at least that.
+                turned = max(turned, sum(mark.tokens) - (free - now_free))
+                # One that waits for room while others are on their way holds no server back.
+                idle = not mark.flights and all(s.starved for s in driver.slots)
+                looks, starved = looks + 1, starved + idle
             full = compactor and mark.flights > 0 and now_free < _SHARE_BESIDE * free
             if sending and (full or mark.at - marks[0].at >= seconds):
                 # Nothing more is sent; what is on its way comes to its end, so that no reservation
@@ -156,6 +168,8 @@ async def run_burst(
         tuple(dict.fromkeys(troubles)),
         driver.dropped,
         rough,
+        0 if cut else turned,
+        starved / max(1, looks),
     )
 
 

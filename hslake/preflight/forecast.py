@@ -1,5 +1,6 @@
 """The burst's checks: what it captured, what the compactor makes of it, and how long all takes."""
 
+import math
 from collections.abc import Sequence
 
 from hslake.checks import Check, failed, passed, warned
@@ -18,8 +19,9 @@ from hslake.units import format_bytes
 from hslake.worklist import Worklist
 
 
-def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
-    """Whether the burst's probes arrived, and how fast."""
+def burst_check(burst: Burst, listing: Worklist, compactor: bool, reach: int, rows: int) -> Check:
+    """Whether the burst's probes arrived, and how fast. `reach`: tokens of the longest sample that
+    all servers take; `rows`: staging of the server with the least."""
     name = "burst"
     probes = f"{burst.samples:,} probe{'s' * (burst.samples != 1)}"
     found = f"{probes}, {burst.tokens:,} tokens in {burst.seconds:.1f} s"
@@ -32,9 +34,12 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
         more = f" (and {len(burst.troubles) - 1} more)" if len(burst.troubles) > 1 else ""
         todo = "see the server's log: such requests would fail in the run too"
         return failed(name, f"{found}; failed: {burst.troubles[0]}{more}", todo)
-    longest = max((i.length for i in listing.missing), default=0)
+    longest = max((i.length for i in listing.missing if i.length <= reach), default=0)
+    which = "the longest sample"
+    if any(i.length > reach for i in listing.missing):  # a check of its own says so
+        which = "the longest sample that all servers take"
     if burst.longest >= longest:
-        found += f"; the longest sample ({longest:,} tokens) among them"
+        found += f"; {which} ({longest:,} tokens) among them"
     if burst.dropped:
         found += f"; the hook dropped {burst.dropped}"
     if burst.cut:
@@ -48,9 +53,13 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool) -> Check:
         todo = "see the server's log why; extract would ask for them again"
         return warned(name, found, todo)
     if burst.longest < longest:
-        todo = f"free staging rows (no probe may take more than {SHARE:.0%} of them): tried before "
-        text = f"{found}; the longest sample ({longest:,} tokens) was not tried"
-        return warned(name, text, f"{todo}the run, it shows whether the server's memory holds it")
+        todo = f"free staging rows (no probe may take more than {SHARE:.0%} of the free ones)"
+        if longest > SHARE * rows:
+            todo = f"no probe may take more than {SHARE:.0%} of staging: start the server with "
+            todo += f"{math.ceil(longest / SHARE):,} rows or more for a try"
+        text = f"{found}; {which} ({longest:,} tokens) was not tried"
+        why = "tried before the run, it shows whether the server's memory holds it"
+        return warned(name, text, f"{todo}: {why}")
     return passed(name, found)
 
 
@@ -67,15 +76,20 @@ def forecast(
     """What the compactor would sustain, which of the three sets the pace, and for how long."""
     checks, compaction = _compactor(lake, burst, rows, looked)
     staging = None
+    # The burst ran through this very staging: what it did is the evidence, not the model.
+    seen = burst.turned > sum(s.capacity_rows for s in statuses) and not burst.rough
     if compaction is not None:
         flight = sum(
             tokens_in_flight([i.length for i in listing.missing], limits) for _ in statuses
         )
         parts = sum(parts_of(s) * len(s.writers) for s in statuses)
         quota = paces.Quota(parts, min(s.largest_reservation for s in statuses), flight)
-        staging = paces.through(quota, burst.rate, compaction.rate)
+        flow = paces.as_seen if seen else paces.through
+        staging = flow(quota, burst.rate, compaction.rate)
     rate_of = compaction.rate if compaction else None
     blame, rate = paces.slowest(burst.rate, rate_of, staging)
+    if seen and blame == paces.SERVER and burst.held_back > paces.HELD_BACK:
+        blame = paces.STAGING
     left = sum(i.length for i in listing.missing)
     ratio = compaction.ratio if compaction else None
     stored, basis = bytes_left(lake, ratio)
@@ -86,6 +100,7 @@ def forecast(
         burst.rate,
         burst.rates,
         staging,
+        (paces.BURST if seen else paces.MODEL) if staging is not None else None,
         rate_of,
         blame,
         left,
@@ -94,7 +109,7 @@ def forecast(
         ratio,
         stored,
     )
-    return [*checks, _verdict(pace, basis)], pace
+    return [*checks, _verdict(pace, basis, burst)], pace
 
 
 def _compactor(
@@ -131,7 +146,7 @@ def _compactor(
     return [warned(name, f"{text}; slower than the servers", todo)], found
 
 
-def _verdict(pace: Pace, basis: str) -> Check:
+def _verdict(pace: Pace, basis: str, burst: Burst) -> Check:
     """How long the rest of the plan takes, what it takes on disk, and what decides it."""
     name = "forecast"
     rates = {
@@ -142,7 +157,10 @@ def _verdict(pace: Pace, basis: str) -> Check:
     told = ", ".join(f"{k} {v:,.0f}" for k, v in rates.items() if v is not None)
     size = f"{format_bytes(pace.stored_bytes)} to store ({basis})"
     time = f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens"
-    found = f"{time}, {size}; the {pace.bottleneck} sets the pace ({told} tokens/s)"
+    how = "; both as computed from its parts, which the burst was too short to turn over"
+    if pace.staging_from == paces.BURST:
+        how = f"; both as the burst ran, in which {burst.turned:,} rows came free again"
+    found = f"{time}, {size}; the {pace.bottleneck} sets the pace ({told} tokens/s{how})"
     if pace.bottleneck == paces.STAGING:
         todo = "start the server with more --max-parts: rows come back too late for its speed"
         return warned(name, found, todo)

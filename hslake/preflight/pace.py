@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass
 
 SERVER, STAGING, COMPACTOR = "server", "staging", "compactor"
+BURST, MODEL = "burst", "model"  # what the rate through staging is from
 # From sealing a part to its rows being free again, beside the work itself: the compactor's look
 # (every second), a manifest commit, the writer's tick.
 TURNAROUND_S = 2.0
 _EVENTS = 2000  # of the simulation; a few dozen make a period
+HELD_BACK = 0.25  # of a burst without room in staging, which then sets the pace
 _LOSS = 0.97  # of the slower one's rate: less than that is staging's doing
 
 
@@ -49,6 +51,22 @@ def through(quota: Quota, server: float, compactor: float) -> float:
         if event == _EVENTS // 2:
             half = (now, done)
     return min(server, compactor, (done - half[1]) * size / (now - half[0]))
+
+
+def as_seen(quota: Quota, rate: float, compactor: float) -> float:
+    """Like `through`, of staging that was seen to pass on `rate` tokens a second of a burst, long
+    enough to have turned its parts over.
+
+    The compactor only gives up the rows of a burst. What its work on those of samples costs on top
+    is simulated, with as few parts as explain what was seen.
+    """
+    alone, both = rate, rate
+    for parts in range(1, quota.parts + 1):
+        like = Quota(parts, quota.part_rows, 0)
+        alone, both = through(like, rate, math.inf), through(like, rate, compactor)
+        if alone >= _LOSS * rate:
+            break
+    return min(compactor, rate * both / alone)
 
 
 def slowest(server: float, compactor: float | None, passed_on: float | None) -> tuple[str, float]:

@@ -11,8 +11,9 @@ class Pace:
 
     Rates in tokens a second, over all servers; None where it was not measured (without local
     staging only the server is). `staging_rate`: what comes through staging when server and
-    compactor work at theirs. `bottleneck`: server | staging | compactor. `ratio`: stored over raw
-    bytes, in codec `codec`. `stored_bytes`: what the rest of the plan will take.
+    compactor work at theirs; `staging_from`: burst (it ran through this staging for long enough) |
+    model (computed from its parts). `bottleneck`: server | staging | compactor. `ratio`: stored
+    over raw bytes, in codec `codec`. `stored_bytes`: what the rest of the plan will take.
     """
 
     seconds: float
@@ -21,6 +22,7 @@ class Pace:
     server_rate: float
     server_rates: dict[str, float]
     staging_rate: float | None
+    staging_from: str | None
     compactor_rate: float | None
     bottleneck: str
     tokens_left: int
@@ -44,9 +46,9 @@ class PreflightReport:
     @property
     def warnings(self) -> list[Check]:
         """Those to think about."""
-        return [c for c in self.checks if c.ok == WARN]
+        return [c for c in self.checks if c.result == WARN]
 
     @property
     def failures(self) -> list[Check]:
         """Those that forbid a run."""
-        return [c for c in self.checks if c.ok == FAIL]
+        return [c for c in self.checks if c.result == FAIL]

@@ -36,6 +36,7 @@ class _Captured:
     servers: list[tuple[Server, ServerStatus]]
     rows: list[Rows]
     compactor: bool
+    reach: int  # tokens of the longest sample that all of them take
 
 
 def preflight(
@@ -84,7 +85,7 @@ def preflight(
     told, pace = _after(lake, listing, captured, limits, roots)
     checks += told
     shown = [without_secrets(u) for u in urls]
-    return PreflightReport(lake_url, shown, not any(c.ok == FAIL for c in checks), checks, pace)
+    return PreflightReport(lake_url, shown, not any(c.result == FAIL for c in checks), checks, pace)
 
 
 def _head(lake: Lake, model: str | Path | None) -> tuple[LmHead | None, list[Check]]:
@@ -136,14 +137,15 @@ async def _burst(
     if not ready:
         todo = "mend what failed above, then run preflight again"
         return None, [warned(_BURST, "not run: no server is ready", todo)]
-    prompts: Prompts = expected.prompts.within(min(looked.longest for looked in ready.values()))
+    reach = min(looked.longest for looked in ready.values())
+    prompts: Prompts = expected.prompts.within(reach)
     if not prompts.planned:
         return None, [warned(_BURST, "not run: no planned sample is left", "plan samples first")]
     async with new_session() as session:
         clients = [Server(url, session) for url in ready]
         try:
             servers = [(client, await client.status()) for client in clients]
-            return await _run(lake, servers, prompts, expected, burst_s, progress)
+            return await _run(lake, servers, prompts, reach, expected, burst_s, progress)
         except HslakeError as error:
             return None, [failed(_BURST, str(error), "see the servers' logs")]
 
@@ -152,6 +154,7 @@ async def _run(
     lake: Lake,
     servers: list[tuple[Server, ServerStatus]],
     prompts: Prompts,
+    reach: int,
     expected: Expected,
     burst_s: float,
     progress: ProgressMaker,
@@ -184,7 +187,7 @@ async def _run(
         rows = sum(status.free_rows for _, status in servers)
         return None, [warned(_BURST, f"not run: only {rows:,} rows of staging are free", todo)]
     rows_there = await fetch_many(roots, burst.sample_ids, ROWS_BYTES)
-    return _Captured(burst, servers, rows_there, compactor), []
+    return _Captured(burst, servers, rows_there, compactor, reach), []
 
 
 def _after(
@@ -197,10 +200,11 @@ def _after(
     """What follows from the burst, and whether the target has room for the plan."""
     if captured is None:
         return [check_free_space(lake)], None
-    first = burst_check(captured.burst, listing, captured.compactor)
+    statuses = [status for _, status in captured.servers]
+    rows = min(status.capacity_rows for status in statuses)
+    first = burst_check(captured.burst, listing, captured.compactor, captured.reach, rows)
     if not captured.burst.tokens:
         return [first, check_free_space(lake)], None
-    statuses = [status for _, status in captured.servers]
     checks, pace = forecast(
         lake, listing, captured.burst, statuses, captured.rows, limits, looked=bool(roots)
     )

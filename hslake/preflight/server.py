@@ -15,7 +15,7 @@ from hslake.preflight.invariance import check_invariance
 from hslake.preflight.probe import Probe, Rows, capture, fetch
 from hslake.preflight.prompts import Prompts
 from hslake.preflight.states import check_log_probs, check_states, check_structure
-from hslake.server import Server, ServerDown, ServerStatus, context_limit
+from hslake.server import API_KEY, NotLetIn, Server, ServerDown, ServerStatus, context_limit
 from hslake.slot import unfit
 from hslake.spec import LakeSpec
 from hslake.units import format_bytes
@@ -62,6 +62,8 @@ async def _check(server: Server, expected: Expected) -> Looked:
         status = await server.status()
     except ServerDown as error:
         todo = "start it with `hslake serve LAKE --staging DIR -- …`, or correct --server"
+        if isinstance(error, NotLetIn):
+            todo = f"export {API_KEY}=KEY, as the server was given with --api-key"
         return Looked([failed("server", str(error), todo)])
     checks = [await _healthy(server), _hook(status, spec)]
     if unfit(status, spec.lake_id):
@@ -72,7 +74,7 @@ async def _check(server: Server, expected: Expected) -> Looked:
     checks.append(_in_flight(status, expected))
     longest = min(status.largest_reservation, limit or status.largest_reservation)
     probed = await _probe(server, status, expected, longest)
-    ready = not any(c.ok == FAIL and c.name == "probe" for c in probed)
+    ready = not any(c.result == FAIL and c.name == "probe" for c in probed)
     return Looked([*checks, *probed], status, longest, ready)
 
 
@@ -87,7 +89,11 @@ def _hook(status: ServerStatus, spec: LakeSpec) -> Check:
     problem = unfit(status, spec.lake_id)
     if problem:
         todo = "start it with `hslake serve LAKE --staging DIR -- …`; its log says why not"
-        return failed("hook", f"{problem}", todo)
+        if status.lake_id not in (None, spec.lake_id):
+            todo = "start it with this lake, or name a server that captures for it"
+        elif status.error:  # it was started so, and says itself what is wrong
+            todo = "do as the reason says (the server's log has more), then restart the server"
+        return failed("hook", problem, todo)
     engine = f"{status.engine.get('engine', '?')} {status.engine.get('engine_version', '?')}"
     writers = f"{len(status.writers)} writer{'s' * (len(status.writers) > 1)}"
     return passed("hook", f"armed for lake {spec.lake8}, {engine}, {writers}")
@@ -135,12 +141,18 @@ def _longest_fits(status: ServerStatus, expected: Expected, limit: int | None) -
     item = max(expected.missing, key=lambda i: i.length)
     tokens, rows = item.length, status.largest_reservation
     found = f"{item.sample_id!r} has {tokens:,} tokens"
+    wrong, todos = [], []
     if tokens > rows:
-        todo = f"start the server with parts of at least {tokens:,} tokens, or extract refuses it"
-        return failed(name, f"{found}, a staging part holds {rows:,}", todo)
+        wrong.append(f"a staging part holds {rows:,}")
+        todos.append(f"start the server with parts of at least {tokens:,} tokens")
     if limit is not None and tokens > limit:
-        todo = "raise --context-length or the KV cache, or plan shorter samples"
-        return failed(name, f"{found}, the server takes {limit:,}", todo)
+        wrong.append(f"the server takes {limit:,}")
+        todos.append("raise --context-length or the KV cache")
+    if wrong:
+        reach = min(rows, limit or rows)
+        count = sum(i.length > reach for i in expected.missing)
+        found = f"{found}, {' and '.join(wrong)}: {count:,} of the samples to capture are too long"
+        return failed(name, found, f"{', and '.join(todos)}, or plan shorter samples")
     takes = "any" if limit is None else f"{limit:,}"
     found = f"{found}; parts hold {rows:,}, the server takes {takes}"
     told = str(status.engine.get("chunk_size", ""))
@@ -212,7 +224,7 @@ async def _probe(
             checks.append(warned("log-probs", text, todo))
         return checks
     checks.append(check_structure(rows, spec, made.ids))
-    if checks[-1].ok == FAIL:
+    if checks[-1].result == FAIL:
         return checks
     checks.append(check_states(rows, spec, made.ids))
     return checks + await _batches(server, status, expected, prompts, (made, rows))
@@ -230,9 +242,13 @@ async def _batches(
     need = 2 * len(prompts.alone) + sum(len(ids) for ids in prompts.others)
     now = await server.status()
     probes, invariance = [first], None
-    if now.room(max(len(prompts.alone), *(len(ids) for ids in prompts.others))) < need:
+    longest = max(len(prompts.alone), *(len(ids) for ids in prompts.others))
+    if now.room(longest) < need:
         todo = "run `hslake compact LAKE --staging DIR`, then preflight again"
         text = f"not tried: it takes {need:,} rows of staging, {now.free_rows:,} free"
+        if now.emptied().room(longest) < need:
+            text += f" of {now.capacity_rows:,}, too few also when all are"
+            todo = "start the server with more --part-tokens or --max-parts"
         invariance = warned(INVARIANCE, text, todo)
     else:
         expected.tell(f"{server.url}: one prompt alone and among others")

@@ -1,16 +1,16 @@
 """Preflight's look at staging: whose parts lie there, and the room for those still to come."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hslake.checks import Check, failed, passed, warned
 from hslake.errors import HslakeError, Missing
+from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake
 from hslake.staging import read_part, read_status, scan
 from hslake.staging.check import check_part
 from hslake.staging.memory import part_bytes
-from hslake.staging.space import cgroup_headroom
+from hslake.staging.space import RESERVE, disk_warning, free_bytes
 from hslake.units import format_bytes
 
 
@@ -27,8 +27,15 @@ def check_staging(roots: Sequence[Path], lake: Lake) -> Iterator[Check]:
 
 
 def _one(root: Path, lake: Lake) -> Iterator[Check]:
+    writers = scan(root)
+    disk = disk_warning(root)
+    if disk is None:
+        yield passed("staging", f"{root} is in RAM")
+    else:
+        found, _, todo = disk.rpartition("; ")
+        yield warned("staging", found, f"{todo} and start the server with it")
     foreign, waiting = [], 0
-    for writer in scan(root):
+    for writer in writers:
         for path in writer.parts:
             try:
                 part = read_part(path, dead=not writer.alive)
@@ -38,7 +45,10 @@ def _one(root: Path, lake: Lake) -> Iterator[Check]:
                     foreign.append(str(error))
                 continue
             if not writer.alive and not part.done:
-                waiting += sum(r.state == "complete" for r in part.reserved)
+                waiting += sum(
+                    r.state == "complete" and not r.sample_id.startswith(PROBE_PREFIX)
+                    for r in part.reserved
+                )
     if foreign:
         todo = "compact it into its own lake, or delete it; or use another --staging"
         more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
@@ -59,14 +69,10 @@ def _ram(root: Path, lake: Lake) -> Check:
         if writer["alive"] and size:
             unmade = writer["capacity_rows"] // size - len(writer["parts"])
             need += max(0, unmade) * part_bytes(lake.spec, size)
-    rooms = {"the filesystem": shutil.disk_usage(root).free}
-    headroom = cgroup_headroom()
-    if headroom is not None:
-        rooms["the memory cgroup"] = headroom
-    where, free = min(rooms.items(), key=lambda item: item[1])
+    free, where = free_bytes(root)
     text = f"{format_bytes(need)} of parts still to be made in {root}, {where} has "
-    text += format_bytes(free)
-    if free < need:
+    text += f"{format_bytes(free)}, of which {format_bytes(RESERVE)} stay in reserve"
+    if need and free < need + RESERVE:
         todo = "lower the server's --max-parts or --part-tokens, or give the machine more RAM"
         return failed("staging space", text, todo)
     return passed("staging space", text)

@@ -23,7 +23,14 @@ def check_lake(lake: Lake) -> Iterator[Check]:
         yield warned("fingerprint", "the lake has none: any model of this shape would pass", todo)
     else:
         known = ", ".join(k for k, v in spec.model.fingerprint.items() if v)
-        yield passed("fingerprint", f"of the model's {known}; a hook arms only if it agrees")
+        found = (
+            f"of the model's {known}; a hook arms only if the folder that its server loaded agrees"
+        )
+        if spec.model.fingerprint.get("weights"):
+            yield passed("fingerprint", found)
+        else:
+            todo = "make sure yourself that the server runs the right weights (or create with them)"
+            yield warned("fingerprint", f"{found}: any weights for it would pass", todo)
 
 
 def check_plan(lake_url: str, listing: Worklist) -> Check:

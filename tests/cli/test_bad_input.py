@@ -447,3 +447,9 @@ def test_datasets(made: MadeLake) -> None:
     for state in (None, [], {}, {**loader.state_dict(), "epoch": True}):
         with pytest.raises(InvalidInput, match="pass what state_dict"):
             loader.load_state_dict(state)
+
+
+def test_two_values_after_one_option(tmp_path: Path) -> None:
+    found = call("compact", tmp_path, "--staging", "A", "B")
+    refused(found, "extra argument", "(B)", "--staging A --staging B")
+    assert "repeat" not in call("log", tmp_path, "B").output

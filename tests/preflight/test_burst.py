@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,22 @@ from hslake.checks import FAIL, PASS, WARN, Check
 from hslake.cli import app
 from hslake.compact import compact
 from hslake.drive import Limits
+from hslake.extract import extract
 from hslake.ids import PROBE_PREFIX
 from hslake.plan import plan_files
-from hslake.preflight import PreflightReport, preflight, probe
-from hslake.preflight.burst import SHARE, compactor_seen
+from hslake.preflight import Pace, PreflightReport, preflight, probe
+from hslake.preflight.burst import SHARE, Burst, compactor_seen
 from hslake.preflight.compaction import measure
+from hslake.preflight.forecast import forecast
 from hslake.preflight.probe import Rows
 from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
 from hslake.staging.folder import COMPACT_LOCK
 from hslake.staging.locks import try_lock
 from hslake.staging.part import READ_LOCK
+from hslake.status import local_statuses
 from hslake.store import Store
+from hslake.worklist import worklist
 from tests.fakeserver import FakeServer
 
 LENGTHS = [40, 190, 7, 60, 33, 120]
@@ -57,7 +62,7 @@ def staging(tmp_path: Path) -> Path:
 
 def named(report: PreflightReport, name: str) -> Check:
     (found,) = [c for c in report.checks if c.name == name]
-    assert bool(found.todo) == (found.ok != PASS)
+    assert bool(found.todo) == (found.result != PASS)
     return found
 
 
@@ -128,6 +133,40 @@ def test_beside_a_compactor_it_goes_on_and_all_rows_come_back(lake: str, staging
     assert hslake.open(lake).sql("select count(*) from samples").fetchall() == [(0,)]
 
 
+def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging, part_tokens=512, max_parts=8, delay=0.25, idle_s=0.3) as server:
+        with watching(lake, staging):
+            end = time.monotonic() + 20
+            while not compactor_seen([staging]) and time.monotonic() < end:
+                time.sleep(0.05)
+            report = preflight(lake, [server.url], staging=[staging], burst_s=7, limits=LIMITS)
+    pace = report.pace
+    assert pace is not None and pace.compactor_rate is not None and pace.staging_rate is not None
+    found = named(report, "forecast")
+    assert pace.staging_from == "burst" and "rows came free again" in found.found, found
+    assert pace.staging_rate == pytest.approx(pace.server_rate, rel=0.05)
+    assert found.result == PASS and pace.bottleneck == "server"
+
+
+def test_who_held_the_burst_back_is_told(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging, part_tokens=512, max_parts=4) as server:
+        extract(lake, [server.url])
+        (status,) = local_statuses(staging)
+        opened = hslake.open(lake)
+        parts = [read_part(p) for w in scan(staging) for p in w.parts]
+        rows = [_rows(part, reserved) for part in parts for reserved in part.reserved]
+    burst = Burst(9.0, 60, 4500, 500.0, {}, frozenset(), 190, False, (), 0, False, 2049, 0.1)
+    listing = worklist(opened)
+
+    def judge(burst: Burst) -> Pace:
+        return forecast(opened, listing, burst, [status], rows, LIMITS, looked=True)[1]
+
+    assert (judge(burst).staging_from, judge(burst).bottleneck) == ("burst", "server")
+    assert judge(replace(burst, held_back=0.5)).bottleneck == "staging"
+    assert judge(replace(burst, turned=2048)).staging_from == "model"
+    assert judge(replace(burst, rough=True)).staging_from == "model"
+
+
 @contextmanager
 def seems_watched(staging: Path) -> Iterator[None]:
     """A compactor that looks in now and then, and frees nothing."""
@@ -190,7 +229,6 @@ def test_the_compactor_and_the_forecast(lake: str, staging: Path) -> None:
 
 def test_the_ratio_is_what_the_compactor_reaches(lake: str, staging: Path) -> None:
     """The same rows through the real compactor, without its metadata and tokens."""
-    from hslake.extract import extract
     from hslake.segment.layout import segment_prefix
 
     with FakeServer(lake, staging) as server:
@@ -257,9 +295,9 @@ def test_a_slow_target_is_told(lake: str, staging: Path, monkeypatch: pytest.Mon
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     assert report.pace is not None and report.pace.bottleneck == "compactor"
     found = named(report, "compactor")
-    assert found.ok == WARN and "slower than the servers" in found.found
+    assert found.result == WARN and "slower than the servers" in found.found
     assert "writing to the lake holds it back" in found.todo
-    assert named(report, "forecast").ok == WARN
+    assert named(report, "forecast").result == WARN
     assert report.pace.ratio is not None
     per_token = 48 * report.pace.ratio  # bytes
     assert report.pace.compactor_rate == pytest.approx(1000 / per_token, rel=0.05)
@@ -274,8 +312,13 @@ def test_staging_too_small_for_the_speed_is_told(lake: str, staging: Path) -> No
     pace = report.pace
     assert pace is not None and pace.staging_rate is not None
     assert pace.bottleneck == "staging" and pace.staging_rate < 800 / 2
+    assert pace.staging_from == "model" and "computed from its parts" in _forecast(report)
     found = named(report, "forecast")
-    assert found.ok == WARN and "--max-parts" in found.todo
+    assert found.result == WARN and "--max-parts" in found.todo
+
+
+def _forecast(report: PreflightReport) -> str:
+    return named(report, "forecast").found
 
 
 def test_several_servers_at_once_and_without_local_staging(
@@ -292,7 +335,7 @@ def test_several_servers_at_once_and_without_local_staging(
         assert all(rate > 0 for rate in pace.server_rates.values()) and len(pace.server_rates) == 2
         assert pace.server_rate == pytest.approx(sum(pace.server_rates.values()))
         assert pace.ratio is None and pace.compactor_rate is None
-        assert named(report, "compactor").ok == WARN
+        assert named(report, "compactor").result == WARN
         assert "not known" in named(report, "forecast").found
         assert {c.where for c in report.checks if c.name == "probe"} == {a.url, b.url}
         probes = [n for s in (a, b) for n in s.captured if n.startswith(PROBE_PREFIX)]
@@ -314,7 +357,7 @@ def test_probes_that_fail_are_no_go(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, script=script) as server:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     found = named(report, "burst")
-    assert not report.passed and found.ok == FAIL and "HTTP 500: CUDA error" in found.found
+    assert not report.passed and found.result == FAIL and "HTTP 500: CUDA error" in found.found
 
 
 def test_drops_are_told(lake: str, staging: Path) -> None:
@@ -324,7 +367,7 @@ def test_drops_are_told(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, script=script, delay=0.01) as server:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
     found = named(report, "burst")
-    assert report.passed and found.ok == WARN and "the hook dropped 1" in found.found
+    assert report.passed and found.result == WARN and "the hook dropped 1" in found.found
 
 
 def test_no_room_no_burst(lake: str, staging: Path) -> None:
@@ -332,26 +375,29 @@ def test_no_room_no_burst(lake: str, staging: Path) -> None:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
         # 47 rows may be used: the samples of 40, 33 and 7 tokens fit, the longest does not.
         found = named(report, "burst")
-        assert (found.ok == WARN and "was not tried" in found.found) or "too little" in found.found
+        assert (
+            found.result == WARN and "was not tried" in found.found
+        ) or "too little" in found.found
+        assert "760 rows or more" in found.todo or "too little" in found.found
         assert not server.violations
         assert server.writer is not None
     with FakeServer(lake, staging, part_tokens=190, max_parts=1) as server:
         for _ in range(3):
             report = preflight(lake, [server.url], staging=[staging], burst_s=0.2, limits=LIMITS)
-    assert named(report, "burst").ok == WARN
+    assert named(report, "burst").result == WARN
 
 
 def test_in_flight_against_the_quota(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, part_tokens=256, max_parts=3) as server:
         few = preflight(lake, [server.url], limits=Limits(requests=1))
         many = preflight(lake, [server.url], limits=Limits(requests=24))
-    assert named(few, "in flight").ok == PASS
+    assert named(few, "in flight").result == PASS
     found = named(many, "in flight")
-    assert found.ok == WARN and "24 requests at once" in found.found
+    assert found.result == WARN and "24 requests at once" in found.found
     assert "--concurrency" in found.todo and many.passed
     with FakeServer(lake, staging, part_tokens=4096, max_parts=1) as server:
         single = preflight(lake, [server.url], limits=Limits(requests=1))
-    assert named(single, "in flight").ok == WARN
+    assert named(single, "in flight").result == WARN
 
 
 def test_command(lake: str, staging: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import hslake
 from hslake.checks import FAIL, PASS, WARN, Check
+from hslake.extract import extract
 from hslake.plan import plan_files
 from hslake.preflight import PreflightReport, preflight
 from hslake.preflight.invariance import row_differences
@@ -70,7 +71,7 @@ def look(lake: str, staging: Path, model: Path | None, head: np.ndarray | None) 
 
 def named(report: PreflightReport, name: str) -> Check:
     (found,) = [c for c in report.checks if c.name == name]
-    assert bool(found.todo) == (found.ok != PASS)
+    assert bool(found.todo) == (found.result != PASS)
     return found
 
 
@@ -119,16 +120,16 @@ def test_one_wrong_row_among_264_fails(
 
     capture_as(monkeypatch, change)
     found = named(look(lake, staging, model, HEAD), "log-probs")
-    assert found.ok == FAIL and ": 1 of 264 tokens" in found.found
+    assert found.result == FAIL and ": 1 of 264 tokens" in found.found
 
 
 def test_another_models_head(lake: str, staging: Path, model: Path, tmp_path: Path) -> None:
     other = np.random.default_rng(5).normal(size=HEAD.shape).astype("<f4")
     found = named(look(lake, staging, model, other), "log-probs")
-    assert found.ok == FAIL
+    assert found.result == FAIL
     elsewhere = write_model(tmp_path / "other", {"lm_head.weight": other}, hidden_size=HIDDEN)
     found = named(look(lake, staging, elsewhere, HEAD), "model")
-    assert found.ok == FAIL and "fingerprint" in found.found
+    assert found.result == FAIL and "fingerprint" in found.found
 
 
 def test_what_cannot_be_judged_is_a_warning(
@@ -141,14 +142,14 @@ def test_what_cannot_be_judged_is_a_warning(
     ):
         report = look(lake, staging, given, head)
         found = named(report, "log-probs")
-        assert report.passed and found.ok == WARN and text in found.found, found
+        assert report.passed and found.result == WARN and text in found.found, found
     with FakeServer(lake, staging, head=HEAD) as server:
         report = preflight(lake, [server.url], model=model)
-    assert report.passed and named(report, "log-probs").ok == WARN
+    assert report.passed and named(report, "log-probs").result == WARN
     with FakeServer(lake, staging, head=HEAD, refuse_log_probs=True) as server:
         report = preflight(lake, [server.url], staging=[staging], model=model)
     found = named(report, "log-probs")
-    assert report.passed and found.ok == WARN and "no log-probs here" in found.found
+    assert report.passed and found.result == WARN and "no log-probs here" in found.found
 
 
 def test_logits_that_are_too_flat_prove_nothing(tmp_path: Path, staging: Path) -> None:
@@ -158,7 +159,7 @@ def test_logits_that_are_too_flat_prove_nothing(tmp_path: Path, staging: Path) -
     model = write_model(tmp_path / "flat", {"lm_head.weight": flat}, **shape)
     report = look(make_lake(tmp_path, model, "bfloat16"), staging, model, flat)
     found = named(report, "log-probs")
-    assert found.ok == WARN and "264 are as good as uniform" in found.found, found
+    assert found.result == WARN and "264 are as good as uniform" in found.found, found
     assert "dummy" in found.todo
 
 
@@ -172,7 +173,7 @@ def test_a_quantised_head_is_a_warning(tmp_path: Path, staging: Path) -> None:
     )
     report = look(make_lake(tmp_path, model, "bfloat16"), staging, model, HEAD)
     found = named(report, "log-probs")
-    assert report.passed and found.ok == WARN and "quantised" in found.found
+    assert report.passed and found.result == WARN and "quantised" in found.found
 
 
 def test_a_lake_without_final(tmp_path: Path, staging: Path, model: Path) -> None:
@@ -216,7 +217,7 @@ def test_rounding_passes_and_is_told(
 ) -> None:
     second_time(monkeypatch, lambda s: s ^ np.uint16(1))  # the last bit of every value
     found = named(look(lake, staging, None, None), "batch invariance")
-    assert found.ok == PASS and "largest relative row difference: 2 0.0" in found.found
+    assert found.result == PASS and "largest relative row difference: 2 0.0" in found.found
     assert "256 tokens alone and among 7 others of 5 to 200" in found.found
 
 
@@ -247,15 +248,20 @@ def test_a_stray_row_is_a_warning(
 
     second_time(monkeypatch, change)
     found = named(look(lake, staging, None, None), "batch invariance")
-    assert found.ok == WARN and "exceeded by 1 of 256 rows" in found.found
+    assert found.result == WARN and "exceeded by 1 of 256 rows" in found.found
 
 
 def test_without_room_it_is_not_tried(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, part_tokens=300, max_parts=2) as server:
         report = preflight(lake, [server.url], staging=[staging])
     found = named(report, "batch invariance")
-    assert found.ok == WARN and "rows of staging" in found.found
+    assert found.result == WARN and "rows of staging" in found.found
+    assert "--part-tokens" in found.todo and "too few also when all are" in found.found
     assert not server.violations
+    with FakeServer(lake, staging, part_tokens=600, max_parts=4) as server:
+        extract(lake, [server.url])
+        report = preflight(lake, [server.url], staging=[staging])
+    assert "hslake compact" in named(report, "batch invariance").todo
 
 
 def test_row_differences() -> None:
