@@ -47,8 +47,10 @@ def burst_check(burst: Burst, listing: Worklist, compactor: bool, reach: int, ro
     if not compactor:
         found += f"; their rows stay in staging until a compactor comes (at most {SHARE:.0%} of it)"
     if not burst.tokens or burst.rough:
-        todo = "raise --burst; with little staging, `hslake compact LAKE --staging DIR --watch` "
-        return warned(name, f"{found}; too little for a rate", f"{todo}beside it makes room")
+        todo = "raise --burst"
+        if burst.cut:
+            todo = "run `hslake compact LAKE --staging DIR --watch` beside it, which makes room"
+        return warned(name, f"{found}; too little for a rate", todo)
     if burst.dropped:
         todo = "see the server's log why; extract would ask for them again"
         return warned(name, found, todo)

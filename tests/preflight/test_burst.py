@@ -25,7 +25,7 @@ from hslake.plan import plan_files
 from hslake.preflight import Pace, PreflightReport, preflight, probe
 from hslake.preflight.burst import SHARE, Burst, compactor_seen
 from hslake.preflight.compaction import measure
-from hslake.preflight.forecast import forecast
+from hslake.preflight.forecast import burst_check, forecast
 from hslake.preflight.probe import Rows
 from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
@@ -370,21 +370,32 @@ def test_drops_are_told(lake: str, staging: Path) -> None:
     assert report.passed and found.result == WARN and "the hook dropped 1" in found.found
 
 
-def test_no_room_no_burst(lake: str, staging: Path) -> None:
+def test_little_room_little_burst(lake: str, staging: Path) -> None:
     with FakeServer(lake, staging, part_tokens=200, max_parts=1) as server:
         report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
-        # 47 rows may be used: the samples of 40, 33 and 7 tokens fit, the longest does not.
-        found = named(report, "burst")
-        assert (
-            found.result == WARN and "was not tried" in found.found
-        ) or "too little" in found.found
-        assert "760 rows or more" in found.todo or "too little" in found.found
         assert not server.violations
-        assert server.writer is not None
-    with FakeServer(lake, staging, part_tokens=190, max_parts=1) as server:
-        for _ in range(3):
-            report = preflight(lake, [server.url], staging=[staging], burst_s=0.2, limits=LIMITS)
-    assert named(report, "burst").result == WARN
+    found = named(report, "burst")
+    assert found.result == WARN and report.pace is not None
+    assert "ended early" in found.found and "too little for a rate" in found.found
+    assert "compact" in found.todo and "--burst" not in found.todo
+
+
+def test_no_room_no_burst(lake: str, staging: Path) -> None:
+    with FakeServer(lake, staging, part_tokens=24, max_parts=1) as server:
+        report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
+        assert not server.violations
+    found = named(report, "burst")
+    assert found.result == WARN and "not run" in found.found and report.pace is None
+
+
+def test_a_longest_sample_that_was_not_tried_is_told(lake: str) -> None:
+    listing = worklist(hslake.open(lake))
+    tried = Burst(9.0, 60, 4500, 500.0, {}, frozenset(), 190, False, (), 0, False, 0, 0.0)
+    short = replace(tried, longest=120)
+    assert burst_check(tried, listing, True, 4096, 4096).result == PASS
+    never, later = (burst_check(short, listing, True, 4096, rows) for rows in (759, 760))
+    assert never.result == later.result == WARN and "(190 tokens) was not tried" in later.found
+    assert "760 rows or more" in never.todo and "free staging rows" in later.todo
 
 
 def test_in_flight_against_the_quota(lake: str, staging: Path) -> None:
