@@ -1,6 +1,7 @@
 """A writer's folder: its birth and its end, and the names in it."""
 
 import contextlib
+import re
 import shutil
 import time
 import uuid
@@ -15,6 +16,7 @@ LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _BIRTH_S = 60.0  # no birth takes so long
+_HIDDEN = re.compile(r"\.[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.(new|gone)")  # ours, by UUID
 
 
 def make_writer(root: Path) -> tuple[Path, Lock]:
@@ -46,9 +48,10 @@ def remove_remains(root: Path) -> None:
     """Remove what kills left out of sight under a staging root: folders half removed, those of
     writers that died before their birth, and those of dead servers' runs."""
     remove_dead_runs(root)
-    for path in root.glob(".*.gone"):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in root.glob(".*.new"):
+    for path in root.glob(".*"):
+        if not _HIDDEN.fullmatch(path.name):
+            continue  # somebody else's
         with contextlib.suppress(FileNotFoundError):  # born meanwhile
-            if time.time() - path.stat().st_mtime > _BIRTH_S and not is_locked(path / LOCK):
+            old = time.time() - path.stat().st_mtime > _BIRTH_S
+            if path.suffix == ".gone" or (old and not is_locked(path / LOCK)):
                 shutil.rmtree(path, ignore_errors=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hslake.spec import LakeSpec
-from hslake.staging.space import allocate, check_room
+from hslake.staging.space import allocate, alone, check_room
 
 _BESIDE = 2 << 20  # bytes of a part's journal and metadata
 
@@ -44,36 +44,33 @@ class PartMemory:
     def __init__(
         self, path: Path, spec: LakeSpec, capacity: int, page_lock: PageLock | None = None
     ) -> None:
-        check_room(path.parent, part_bytes(spec, capacity))
         self._maps: list[mmap.mmap] = []
         self._unlocks: list[Callable[[], None]] = []
         self.hidden: list[np.ndarray] = []
         size = capacity * spec.hidden_size * spec.itemsize
+        files = [path / f"hidden_states/c/{i}/0/0" for i in range(len(spec.streams))]
+        # One process at a time: each would take for its own what both see to be free.
+        with alone(path.parent.parent):
+            check_room(path.parent, part_bytes(spec, capacity))
+            for file in files:
+                _allocate(file, size)
+            _allocate(path / "input_ids/c/0", capacity * 4)
         try:
-            for i in range(len(spec.streams)):
-                bits = np.frombuffer(
-                    self._map(path / f"hidden_states/c/{i}/0/0", size, page_lock),
-                    bits_dtype(spec.itemsize),
-                )
+            for file in files:
+                bits = np.frombuffer(self._map(file, page_lock), bits_dtype(spec.itemsize))
                 self.hidden.append(bits.reshape(capacity, spec.hidden_size))
-            ids = self._map(path / "input_ids/c/0", capacity * 4, page_lock)
-            self.input_ids = np.frombuffer(ids, "<i4")
+            self.input_ids = np.frombuffer(self._map(path / "input_ids/c/0", page_lock), "<i4")
         except BaseException:
             self.close()
             raise
 
-    def _map(self, path: Path, size: int, page_lock: PageLock | None) -> mmap.mmap:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            allocate(fd, size)
-            made = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+    def _map(self, path: Path, page_lock: PageLock | None) -> mmap.mmap:
+        with path.open("r+b") as f:
+            made = mmap.mmap(f.fileno(), 0)
         self._maps.append(made)
         if page_lock is not None:
             address = np.frombuffer(made, np.uint8).ctypes.data
-            self._unlocks.append(page_lock(address, size))
+            self._unlocks.append(page_lock(address, len(made)))
         return made
 
     def close(self) -> None:
@@ -87,3 +84,12 @@ class PartMemory:
             except BufferError:  # a caller still holds a view; its death frees the pages
                 continue
         self._maps = []
+
+
+def _allocate(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        allocate(fd, size)
+    finally:
+        os.close(fd)

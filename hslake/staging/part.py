@@ -126,12 +126,16 @@ class Part:
         # The journal makes the folder a part: it gets its name after everything it speaks about.
         # Metadata with neither name beside it is then a part that lost its journal.
         self._journal = FrameWriter(path / _UNBORN, "journal")
-        # When staging is full its parts must still get out: room for their sealing is taken now.
-        with (path / _UNSEALED).open("wb") as f:
-            allocate(f.fileno(), _SEAL_BYTES)
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
-        (path / METADATA).write_text(json.dumps(group))
-        (path / _UNBORN).rename(path / JOURNAL)
+        try:
+            # When staging is full its parts must still get out: room for that is taken now.
+            with (path / _UNSEALED).open("wb") as f:
+                allocate(f.fileno(), _SEAL_BYTES)
+            group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
+            (path / METADATA).write_text(json.dumps(group))
+            (path / _UNBORN).rename(path / JOURNAL)
+        except BaseException:
+            self._journal.close()  # or its pages stay, unlinked, as long as the process
+            raise
 
     @property
     def sealed(self) -> bool:

@@ -7,12 +7,18 @@ the cgroup's headroom (v1 and v2) are looked at first.
 import contextlib
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hslake.errors import NoSpace
+from hslake.staging.locks import try_lock
 
 RESERVE = 64 << 20  # left by parts, for what must still be written when no part fits any more
 SMALL_RESERVE = 8 << 20  # left by journals and events
+_ROOM = ".room"  # locked while parts are allocated
+_ALONE_S = 60.0
+_V1_LIMIT = "memory.limit_in_bytes"
 _V1 = ("total_inactive_file", "total_active_file", "total_dirty", "total_writeback")
 _V2 = ("inactive_file", "active_file", "file_dirty", "file_writeback")
 _IN_RAM = ("tmpfs", "ramfs", "hugetlbfs")
@@ -24,6 +30,34 @@ def allocate(fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
     except OSError as e:
         raise NoSpace(f"staging: {size:,} bytes could not be allocated ({e})") from e
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Keep other processes from taking room under the staging folder `root` meanwhile.
+
+    Raises NoSpace when another one does so for a minute.
+    """
+    end = time.monotonic() + _ALONE_S
+    while True:
+        try:
+            lock = try_lock(root / _ROOM, create=True)
+        except PermissionError:  # another user's: what it guards is a matter of a moment
+            yield
+            return
+        if lock is not None:
+            break
+        if time.monotonic() > end:
+            raise NoSpace(
+                f"staging {root}: another process has been taking room there for {_ALONE_S:.0f} s: "
+                "look what holds it up"
+            )
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        (root / _ROOM).unlink(missing_ok=True)  # who waits for this one makes another
+        lock.release()
 
 
 def cgroup_headroom(
@@ -39,20 +73,22 @@ def cgroup_headroom(
     except OSError:
         return None
     left: list[int] = []
+    limits: tuple[str, ...]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit, used = root, "memory.max", "memory.current"
+            base, limits, used = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
-            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, limits, used = root / "memory", (_V1_LIMIT,), "memory.usage_in_bytes"
         else:
             continue
         folder = base / path.lstrip("/")
         for at in (folder, *folder.parents):
-            # No such file, or the word "max": no limit here.
-            with contextlib.suppress(OSError, ValueError):
-                rest = int((at / limit).read_text()) - int((at / used).read_text())
-                left.append(rest + _clean_file_bytes(at))
+            for limit in limits:
+                # No such file, or the word "max": no limit here.
+                with contextlib.suppress(OSError, ValueError):
+                    rest = int((at / limit).read_text()) - int((at / used).read_text())
+                    left.append(rest + _clean_file_bytes(at))
             if at == base:
                 break
     return min(left) if left else None

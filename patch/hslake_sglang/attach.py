@@ -20,6 +20,7 @@ from hslake_sglang.taps import DTYPES, Taps, find_logits_processors, logits_inpu
 log = logging.getLogger("hslake")
 
 _ATTRIBUTE = "_hslake_capture"
+_LOOKS = ("snapshot", "compare", "checksum")  # of check_weights: the others may overwrite them
 
 
 def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,6 +31,9 @@ def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Non
         arm(runner)
     except Exception as error:
         log.exception("hslake: NOT ARMED")
+        attached = getattr(runner, _ATTRIBUTE, None)
+        if attached is not None:  # nobody would learn of what it captured
+            attached.disarm(str(error))
         run = os.environ.get(settings.RUN, "")
         staging = Path(os.environ[settings.STAGING])
         report.tell_error(staging, run, f"{type(error).__name__}: {error}")
@@ -46,6 +50,9 @@ def before_forward(runner: Any, forward_batch: Any = None, *args: Any, **kwargs:
 def before_weight_change(method: str, owner: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE `method` of a ModelRunner or its WeightUpdater, which loads other weights: from here
     on the states are not the lake's model's, so nothing more is captured. Never raises."""
+    action = kwargs.get("action", args[0] if args else None)
+    if method == "check_weights" and action in _LOOKS:
+        return
     try:
         runner = owner.get_model_runner() if hasattr(owner, "get_model_runner") else owner
         capture = getattr(runner, _ATTRIBUTE, None)

@@ -25,7 +25,8 @@ _WEIGHT_CLASSES = (
     ("model_executor.model_runner_components.weight_updater", "WeightUpdater"),  # from 0.5.16 on
 )
 _WEIGHT_CHANGE = re.compile(
-    r"(update_weights|load_weights|begin_weight_update|end_weight_update|load_lora_adapter)"
+    r"(update_weights|load_weights|begin_weight_update|end_weight_update|load_lora_adapter"
+    r"|check_weights)"  # one of whose actions overwrites them all
 )
 
 

@@ -94,3 +94,32 @@ def test_other_weights_on_a_rank_that_does_not_write(caplog: pytest.LogCaptureFi
     caplog.clear()
     attach.before_weight_change("f", SimpleNamespace())  # nothing was armed there
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    ("action", "harmless"), [("compare", True), ("checksum", True), ("reset_tensors", False)]
+)
+def test_a_look_at_the_weights_is_no_change(action: str, harmless: bool) -> None:
+    spec = make_spec(("2", "final"))
+    for args, kwargs in (((action,), {}), ((), {"action": action})):
+        capture = Capture(spec, Taps(Toy(), spec), RecordingWriter(spec), upkeep=False)
+        runner = SimpleNamespace(**{attach._ATTRIBUTE: capture})
+        attach.before_weight_change("check_weights", runner, *args, **kwargs)
+        assert capture.armed is harmless
+
+
+def test_a_capture_that_nobody_can_be_told_of_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its samples would fill staging, and no driver would learn of them."""
+    spec = make_spec(("2", "final"))
+    capture = Capture(spec, Taps(Toy(), spec), RecordingWriter(spec), upkeep=False)
+
+    def half(runner: Any) -> None:
+        setattr(runner, attach._ATTRIBUTE, capture)
+        raise PermissionError(".hook")
+
+    monkeypatch.setattr(attach, "arm", half)
+    monkeypatch.setenv("HSLAKE_STAGING", str(tmp_path))
+    attach.after_load_model(None, SimpleNamespace())
+    assert capture.armed is False

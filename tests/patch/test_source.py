@@ -81,10 +81,12 @@ def test_ways_to_change_the_weights_wherever_a_version_has_them(root: Path) -> N
     folder = root / "srt/model_executor"
     folder.mkdir()
     methods = ("load_model", "update_weights_from_disk", "load_lora_adapter", "unload_lora_adapter")
+    methods += ("check_weights",)
     text = "class ModelRunner:\n" + "".join(f"    def {m}(self): ...\n" for m in methods)
     (folder / "model_runner.py").write_text(text + "def update_weights_elsewhere(): ...\n")
     runner = "sglang.srt.model_executor.model_runner.ModelRunner."
-    old = [runner + "update_weights_from_disk", runner + "load_lora_adapter"]
+    names = ("update_weights_from_disk", "load_lora_adapter", "check_weights")
+    old = [runner + name for name in names]
     assert source.weight_changes(root) == old
     part = folder / "model_runner_components/weight_updater.py"
     part.parent.mkdir()

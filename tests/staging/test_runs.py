@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -77,3 +78,16 @@ def test_no_staging_is_no_trouble(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"):
         (tmp_path / "file").write_text("")
         begin_run(tmp_path / "file", "run")
+
+
+def test_folders_of_others_stay(tmp_path: Path) -> None:
+    """Staging may be /dev/shm itself."""
+    long_ago = time.time() - 3600
+    theirs = [tmp_path / ".backup.gone", tmp_path / ".data.new", tmp_path / ".1-2-3-4-5.gone"]
+    ours = [tmp_path / f".{uuid.uuid4()}.{end}" for end in ("gone", "new")]
+    for folder in (*theirs, *ours):
+        folder.mkdir()
+        os.utime(folder, (long_ago, long_ago))
+    remove_remains(tmp_path)
+    assert all(folder.exists() for folder in theirs)
+    assert not any(folder.exists() for folder in ours)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -498,15 +499,17 @@ def test_a_folder_that_vanishes_under_a_scan_is_no_error(tmp_path, monkeypatch):
 
 
 def test_remains_of_kills_are_removed_and_births_are_not(tmp_path):
-    gone, old, young = (tmp_path / f".{name}" for name in ("a.gone", "b.new", "c.new"))
+    gone, old, young, births = (
+        tmp_path / f".{uuid.UUID(int=i)}.{end}"
+        for i, end in enumerate(("gone", "new", "new", "new"))
+    )
     for folder in (gone, old, young):
         (folder / "part-000001").mkdir(parents=True)
-    locked = tmp_path / ".d.new"
-    locked.mkdir()
-    held = try_lock(locked / "lock", create=True)
-    for folder in (old, locked):
+    births.mkdir()
+    held = try_lock(births / "lock", create=True)
+    for folder in (old, births):
         os.utime(folder, (0, 0))
     remove_remains(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".c.new", ".d.new"]
+    assert sorted(tmp_path.iterdir()) == [young, births]
     assert held is not None
     held.release()
