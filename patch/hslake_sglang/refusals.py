@@ -235,5 +235,6 @@ def refusals(version: tuple[int, int, int], facts: Collection[str] = ()) -> list
     same = [fact.removeprefix(DECLARES) for fact in facts if fact.startswith(DECLARES)]
     if same:
         unlike = _other_than("unquant", *same)
-        rules.append(Refusal("quantization", ("--quantization",), _UNLIKE, unlike))
+        reason = f"{_UNLIKE} ({', '.join(sorted(same))})"
+        rules.append(Refusal("quantization", ("--quantization",), reason, unlike))
     return rules

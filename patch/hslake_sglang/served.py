@@ -11,13 +11,14 @@ from hslake.spec import LakeSpec
 from hslake_sglang.refusals import DECLARED, DECLARES, NO_WEIGHTS
 
 _QUANTISED = ("quantization_config", "compression_config")
-# Files beside config.json that declare a quantisation, and the method where they name none.
+# Files beside config.json that declare a quantisation, and the methods that read them: those that
+# they may mean where they name none.
 _FILES = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "quantization_config.json": "auto-round",
-    "quant_model_description.json": "modelslim",
+    "hf_quant_config.json": ("modelopt",),
+    "quantize_config.json": ("gptq", "awq"),
+    "quant_config.json": ("awq",),
+    "quantization_config.json": ("auto-round",),
+    "quant_model_description.json": ("modelslim",),
 }
 # SGLang's own other names of a method: the same weights, for another kernel.
 _ALIASES = {
@@ -60,13 +61,14 @@ def declared_quantisation(model: Path | None) -> frozenset[str] | None:
         for key in _QUANTISED:
             if level.get(key):
                 names.update(_methods(level[key], ""))
-    for name, method in _FILES.items():
+    for name, methods in _FILES.items():
         if (model / name).is_file():
             try:
                 content: Any = read_config(model / name)
             except HslakeError:
                 content = {}
-            names.update(_methods(content, method))
+            for method in methods:
+                names.update(_methods(content, method))
     return frozenset(names)
 
 

@@ -253,7 +253,7 @@ def test_the_model_of_a_running_server_is_its_folders() -> None:
     assert found([DECLARED], quantization="fp8") == ""
     assert found([DECLARED, DECLARES + "fp8"], quantization="fp8") == ""
     told = found([DECLARED, DECLARES + "fp8"], quantization="modelopt_fp4")
-    assert "not what the model's own files declare" in told
+    assert "not what the model's own files declare" in told and "(fp8)" in told
     assert "--json-model" in found(json_model_override_args='{"rms_norm_eps": 0.01}')
 
 
