@@ -12,7 +12,7 @@ from hslake.errors import InvalidInput
 from hslake.fingerprint import check_model
 from hslake.spec import LakeSpec, model_fingerprint
 from hslake.staging import StagingWriter
-from hslake_sglang import flags, memory, ranks, report, served, settings, versions
+from hslake_sglang import flags, hub, memory, ranks, report, served, settings, versions
 from hslake_sglang.capture import Capture
 from hslake_sglang.copies import CudaSide, page_lock, warm_up
 from hslake_sglang.taps import DTYPES, Taps, find_logits_processors, logits_inputs
@@ -72,7 +72,7 @@ def arm(runner: Any) -> Capture:
     """
     rank = ranks.of(runner)
     found = settings.load(writers=rank.dp_size)
-    spec, path = found.spec, str(runner.server_args.model_path)
+    spec, path = found.spec, model_folder(runner.server_args)
     known = served.facts(spec, path)
     wrong = flags.check_running(runner.server_args, versions.installed(), known)
     if wrong:
@@ -117,6 +117,16 @@ def close_at_exit(capture: Capture) -> None:
     writer, of which the compactor takes every complete sample just the same.
     """
     multiprocessing.util.Finalize(None, capture.close, exitpriority=10)
+
+
+def model_folder(server_args: Any) -> Path:
+    """Where the model's files are that SGLang has loaded, also for a model named by its hub id.
+    Raises InvalidInput or Missing."""
+    model = str(flags.effective(server_args, "model_path"))
+    problem = hub.problem(model, flags.effective(server_args, "download_dir"), os.environ)
+    if problem:
+        raise InvalidInput(problem)
+    return hub.folder(model, flags.effective(server_args, "revision"))
 
 
 def _open_writer(

@@ -13,6 +13,9 @@ from typing import Any
 # Facts that make some settings harmless (hslake_sglang.served.facts).
 NO_WEIGHTS = "the lake was made for a config without weights"
 DECLARED = "the model's own files say that it is quantised, or nobody knows"
+# Before a value of --quantization which says no more than what the model's files declare. Facts
+# with it are all that is accepted of a model that is known to be quantised.
+DECLARES = "the model's own files declare --quantization "
 
 _OFF: tuple[Any, ...] = (None, False, 0, 1, "", "null", "none", (), [])
 
@@ -57,6 +60,10 @@ def _other_than(*texts: str) -> Callable[[Any], bool]:
     return lambda value: _set(value) and str(getattr(value, "value", value)).lower() not in texts
 
 
+def _among(*texts: str) -> Callable[[Any], bool]:
+    return lambda value: str(getattr(value, "value", value)).lower() in texts
+
+
 def _some_json(value: Any) -> bool:
     try:
         return bool(json.loads(str(value))) if _set(value) else False
@@ -99,6 +106,13 @@ _QUANTISED = (
     "the server would compute another model than the folder's, whose fingerprint is the lake's; "
     "remove it, or save the quantised model in a folder and make a lake for that"
 )
+_ANEW = "it quantises the model anew, so the server would compute another one; leave it out"
+_UNLIKE = (
+    "it is not what the model's own files declare, so the server could compute another model than "
+    "the folder's; leave it out: SGLang reads what they declare"
+)
+# Methods that requantise a checkpoint, whatever it declares.
+_ONLINE = ("quark_mxfp4", "nvfp4_online", "minimax_m3_nvfp4")
 _CONFIG = (
     "the server would compute another model than config.json describes, whose fingerprint is the "
     "lake's; write it into the config.json of a folder of its own and make a lake for that"
@@ -124,12 +138,7 @@ _OTHER_MODEL: tuple[Refusal, ...] = (
     Refusal(
         "quantization", ("--quantization",), _QUANTISED, _other_than("unquant"), unless=DECLARED
     ),
-    Refusal(
-        "quantization",
-        ("--quantization",),
-        "it quantises the model anew; remove it",
-        _is("quark_mxfp4"),
-    ),
+    Refusal("quantization", ("--quantization",), _ANEW, _among(*_ONLINE)),
     _value("modelopt_quant", _QUANTISED),
     _switch("quantize_and_serve", _QUANTISED),
     _value("torchao_config", _QUANTISED),
@@ -205,14 +214,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "prefixes restored from a cache are not computed, so not captured; remove it",
         "--enable-hicache",
     ),
+    Refusal(
+        "ep_dispatch_algorithm",
+        ("--ep-dispatch-algorithm",),
+        "tokens go to experts at random, not to those that the router chose; use static or dynamic",
+        _is("fake"),
+    ),
     *_OTHER_MODEL,
 )
 
 
 def refusals(version: tuple[int, int, int], facts: Collection[str] = ()) -> list[Refusal]:
-    """Those that hold for this SGLang version, given `facts` (NO_WEIGHTS, DECLARED)."""
-    return [
+    """Those that hold for this SGLang version, given `facts` (NO_WEIGHTS, DECLARED, and DECLARES
+    before each value that is accepted)."""
+    rules = [
         rule
         for rule in REFUSALS
         if (rule.below is None or version < rule.below) and rule.unless not in facts
     ]
+    same = [fact.removeprefix(DECLARES) for fact in facts if fact.startswith(DECLARES)]
+    if same:
+        unlike = _other_than("unquant", *same)
+        reason = f"{_UNLIKE} ({', '.join(sorted(same))})"
+        rules.append(Refusal("quantization", ("--quantization",), reason, unlike))
+    return rules

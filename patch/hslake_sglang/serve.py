@@ -13,9 +13,9 @@ from hslake.fingerprint import check_model, read_config
 from hslake.modelinfo import read_model
 from hslake.spec import LakeSpec, ModelInfo, model_fingerprint, read_spec
 from hslake.staging.check import check_apart, check_roots
-from hslake_sglang import flags, memory, room, settings, source
+from hslake_sglang import flags, hub, memory, room, settings, source
 from hslake_sglang.interpreter import Found, ask
-from hslake_sglang.served import facts
+from hslake_sglang.served import context_length, facts
 
 _SGLANG_PORT = 30_000  # its default
 _GIB = 2**30
@@ -59,23 +59,31 @@ def prepare(
     full = {**os.environ, **(env or {})}
     found = _sglang(interpreter, full, flags.option_value(sglang_args, ["--config"]))
     known = source.options(found.root) if found.root else {}
+    given = flags.spelled_out([*flags.config_args(found.config or {}), *sglang_args], known)
+    model = _model(given, full)
+    revision = flags.option_value(given, ["--revision"])
+    local = hub.ask_folder(interpreter, full, model, revision) if model else None
+    if model and local and hub.is_id(model) and not _is_whole(spec, local):
+        local = None  # the download may bring other files
     args = flags.prepare(
         sglang_args,
         version=found.version,
         dtype=spec.dtype,
         known=known,
         config=found.config,
-        facts=facts(spec, _model([*flags.config_args(found.config or {}), *sglang_args])),
+        facts=facts(spec, local),
     )
     every = [*flags.config_args(found.config or {}), *args]
     foreign = found.others or bool(full.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
-    notes = _check_model(spec, every, found, foreign=foreign)
+    notes = _check_named(spec, every, found, model, local, foreign=foreign) if model else []
     _check_port(every)
     if part_tokens is None:
         part_tokens = settings.count(full, settings.PART_TOKENS)
     if max_parts is None:
         max_parts = settings.count(full, settings.MAX_PARTS)
-    tokens, parts, told = room.plan_staging(lake_url, folder, spec, every, part_tokens, max_parts)
+    tokens, parts, told = room.plan_staging(
+        lake_url, folder, spec, every, part_tokens, max_parts, context_length(local)
+    )
     notes += told
     # Settled here: a worker would count what others have taken meanwhile.
     full[settings.PART_TOKENS], full[settings.MAX_PARTS] = str(tokens), str(parts)
@@ -167,7 +175,11 @@ def _check_port(args: Sequence[str]) -> None:
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
         raise InvalidInput(f"--port {port}: expected a number from 1 to 65535")
     try:
-        with socket.create_server((host, int(port))):
+        # The first address, as SGLang's HTTP server takes it; `::` is one of IPv6.
+        found = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.create_server(found[0][4], family=found[0][0]):
             pass
     except OSError as error:
         raise InvalidInput(
@@ -175,21 +187,56 @@ def _check_port(args: Sequence[str]) -> None:
         ) from None
 
 
-def _model(args: Sequence[str]) -> str | None:
-    return flags.option_value(args, flags.MODEL)
+def _model(args: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """The model's folder or id. Raises Missing without the folder, InvalidInput for an id that
+    leads to no folder."""
+    model = flags.option_value(args, flags.MODEL)
+    if model and model.startswith(("/", ".")) and not Path(model).exists():
+        raise Missing(f"--model-path {model}: there is no such folder")
+    problem = model and hub.problem(model, flags.option_value(args, ["--download-dir"]), env)
+    if problem:
+        raise InvalidInput(problem)
+    return model
 
 
-def _check_model(spec: LakeSpec, args: Sequence[str], found: Found, *, foreign: bool) -> list[str]:
-    """What the model's folder says, when it is a local one; the worker always looks at the model.
+def _check_named(
+    spec: LakeSpec,
+    args: Sequence[str],
+    found: Found,
+    model: str,
+    local: Path | None,
+    *,
+    foreign: bool,
+) -> list[str]:
+    """What the files of `model` in folder `local` say; the worker always looks at the model.
 
     Returns what to tell about it. Raises InvalidInput or Missing.
     """
-    model = _model(args)
-    if model and model.startswith(("/", ".")) and not Path(model).exists():
-        raise Missing(f"--model-path {model}: there is no such folder")
-    if not model or not (Path(model) / "config.json").is_file():
-        return []  # a name on a hub, or a format that has its own description
-    path = Path(model) / "config.json"
+    if not hub.is_id(model):
+        return _check_model(spec, args, found, Path(model), foreign=foreign)
+    if local is None:
+        return [
+            f"model: {model} is not, or not wholly, in the local Hugging Face cache: the worker "
+            "checks that it is the lake's after the download"
+        ]
+    try:
+        return _check_model(spec, args, found, local, foreign=foreign)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{model} in the local Hugging Face cache: {error} (another state of it: --revision)"
+        ) from None
+
+
+def _is_whole(spec: LakeSpec, snapshot: Path) -> bool:
+    return hub.is_whole(snapshot, weights=spec.model.fingerprint.get("weights") is not None)
+
+
+def _check_model(
+    spec: LakeSpec, args: Sequence[str], found: Found, model: Path, *, foreign: bool
+) -> list[str]:
+    if not (model / "config.json").is_file():
+        return []  # a format that has its own description
+    path = model / "config.json"
     named = [str(name) for name in read_config(path).get("architectures") or []]
     if flags.option_value(args, ["--model-impl"]) == "transformers":
         named = [source.FALLBACK]

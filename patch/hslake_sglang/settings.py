@@ -105,11 +105,18 @@ def staging_size(
     if not 0 < parts <= fit:
         asked = max_parts or 1
         need = part_bytes(spec, least) * asked * writers
+        shorter = ""
+        if part_tokens is None and least == longest:
+            shorter = (
+                "; a part holds the longest sample that the lake lacks: a smaller --context-length "
+                "leaves longer samples out"
+            )
         raise NoSpace(
             f"staging {staging}: {writers} writer(s) of {asked} parts of {least:,} tokens need "
             f"{_gib(need)}; {where} has {_gib(free)} left, of which {_gib(max(0, room))} may be "
             f"taken ({space.RESERVE >> 20} MiB stay in reserve); make room there, or take smaller "
             f"or fewer parts with --part-tokens and --max-parts ({PART_TOKENS} and {MAX_PARTS})"
+            f"{shorter}"
         )
     most = rows_in(spec, room // (parts * writers))
     return part_tokens or min(max(DEFAULT_PART_TOKENS, longest), most), parts

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from hslake_sglang import flags, versions
-from hslake_sglang.refusals import DECLARED, NO_WEIGHTS
+from hslake_sglang.refusals import DECLARED, DECLARES, NO_WEIGHTS
 
 from hslake.errors import InvalidInput
 
@@ -190,7 +190,17 @@ def test_facts_about_lake_and_model_make_some_settings_harmless() -> None:
     dummy, fp8 = ("--load-format", "dummy"), ("--quantization", "fp8")
     assert refused({DECLARED}, *dummy) and not refused({NO_WEIGHTS}, *dummy)
     assert refused({NO_WEIGHTS}, *fp8) and not refused({DECLARED}, *fp8)
-    assert refused({NO_WEIGHTS, DECLARED}, "--quantization", "quark_mxfp4")
+    for online in ("quark_mxfp4", "nvfp4_online", "minimax_m3_nvfp4"):
+        assert refused({NO_WEIGHTS, DECLARED}, "--quantization", online)
+    known = {DECLARED, DECLARES + "fp8"}
+    assert not refused(known, "--quantization", "FP8") and not refused(known)
+    assert refused(known, "--quantization", "modelopt_fp4")
+
+
+def test_experts_are_those_that_the_router_chose() -> None:
+    prepare("--ep-dispatch-algorithm", "static")
+    with pytest.raises(InvalidInput, match=r"--ep-dispatch-algorithm: .*at random"):
+        prepare("--ep-dispatch-algorithm", "fake")
 
 
 def test_http2_had_processes_of_its_own_in_old_versions() -> None:
@@ -241,6 +251,9 @@ def test_the_model_of_a_running_server_is_its_folders() -> None:
     assert found([NO_WEIGHTS], load_format="dummy") == ""
     assert "--quantization" in found(quantization="fp8")
     assert found([DECLARED], quantization="fp8") == ""
+    assert found([DECLARED, DECLARES + "fp8"], quantization="fp8") == ""
+    told = found([DECLARED, DECLARES + "fp8"], quantization="modelopt_fp4")
+    assert "not what the model's own files declare" in told and "(fp8)" in told
     assert "--json-model" in found(json_model_override_args='{"rms_norm_eps": 0.01}')
 
 

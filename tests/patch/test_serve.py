@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import re
 import signal
 import socket
 import sys
@@ -82,7 +83,7 @@ def test_command_and_environment(
     assert not {settings.RUN, settings.GPU_MEMORY_TAKEN} & made.env.keys()
     found = settings.load(made.env)
     assert (found.spec, found.part_tokens, found.max_parts) == (SPEC, 64, 2)
-    assert "2 parts of 64 tokens" in made.notes[0]
+    assert "2 parts of 64 tokens" in " ".join(made.notes)
     # The defaults are settled here too, not by each worker in its turn.
     made = prepare(lake, staging, sglang)
     assert settings.load(made.env).part_tokens == 32_768
@@ -159,7 +160,7 @@ def test_a_disk_is_no_place_for_staging(
 
 
 def test_parts_hold_the_longest_sample_that_is_missing(
-    staging: Path, sglang: Path, tmp_path: Path
+    staging: Path, sglang: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = hslake.create(str(tmp_path / "planned"), hidden_size=HIDDEN, num_layers=LAYERS,
                          streams=SPEC.streams)  # fmt: skip
@@ -170,10 +171,25 @@ def test_parts_hold_the_longest_sample_that_is_missing(
         prepare(made.url, staging, sglang, part_tokens=39_999)
     prepare(made.url, staging, sglang, part_tokens=40_000)
     assert settings.load(prepare(made.url, staging, sglang).env).part_tokens == 40_000
+    monkeypatch.setattr(space, "free_bytes", lambda f: (space.RESERVE + (1 << 20), "the fs"))
+    with pytest.raises(NoSpace, match="smaller --context-length"):
+        prepare(made.url, staging, sglang)
+    monkeypatch.undo()
     context = ("--model-path", "m", "--context-length", "1000")  # it will take no longer one
+    left_out = "1 planned samples .* will not be captured.* 1,000 tokens"
+    assert re.search(left_out, prepare(made.url, staging, sglang, *context).notes[1])
     prepare(made.url, staging, sglang, *context, part_tokens=300)
     with pytest.raises(InvalidInput, match="300 tokens"):
         prepare(made.url, staging, sglang, *context, part_tokens=299)
+    # What SGLang takes from the model's config, without the option.
+    short = model(tmp_path / "short", max_position_embeddings=300)
+    args = ("--model-path", str(short))
+    told = prepare(made.url, staging, sglang, *args, part_tokens=40)
+    assert re.search("2 planned samples .* 300 tokens", told.notes[0])
+    scaled = {"max_position_embeddings": 300, "rope_scaling": {"rope_type": "yarn", "factor": 4}}
+    unsure = model(tmp_path / "unsure", **scaled)
+    with pytest.raises(InvalidInput, match=r" 40,000 tokens.*--context-length"):
+        prepare(made.url, staging, sglang, "--model-path", str(unsure), part_tokens=39_999)
 
 
 def test_an_interpreter_without_sglang(lake: str, staging: Path) -> None:
@@ -274,7 +290,9 @@ def test_a_server_of_another_model_than_its_folders_is_refused(
     prepare(lake, staging, sglang, *plain, *dummy)  # this lake's fingerprint has no weights
     with pytest.raises(InvalidInput, match=r"--quantization: .*another model"):
         prepare(lake, staging, sglang, *plain, *fp8)
-    quantised = model(tmp_path / "quantised", text_config={"quantization_config": {"bits": 8}})
+    quantised = model(
+        tmp_path / "quantised", text_config={"quantization_config": {"quant_method": "fp8"}}
+    )
     prepare(lake, staging, sglang, "--model-path", str(quantised), *fp8)
     prepare(lake, staging, sglang, "--model-path", "on/a/hub", *fp8)  # the worker looks at it
     spec = make_spec(("2", "final"), "bfloat16", fingerprint={"config": None, "weights": "00" * 32})
@@ -325,6 +343,35 @@ def test_a_busy_port_is_found_before_anything_loads(lake: str, staging: Path, sg
         port = str(busy.getsockname()[1])
         with pytest.raises(InvalidInput, match=f"--port {port} cannot be listened on"):
             prepare(lake, staging, sglang, "--model-path", "m", "--port", port)
+
+
+@pytest.mark.parametrize("host", ["::", "::1", "0.0.0.0", "localhost", "[::1]"])
+def test_hosts_of_both_families(lake: str, staging: Path, sglang: Path, host: str) -> None:
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    args = ("--model-path", "m", "--host", host, "--port", str(free_port()))
+    if host.startswith("["):  # for a URL: SGLang's server cannot listen on it either
+        with pytest.raises(InvalidInput, match="cannot be listened on"):
+            prepare(lake, staging, sglang, *args)
+    else:
+        prepare(lake, staging, sglang, *args)
+
+
+def test_a_busy_port_of_ipv6(lake: str, staging: Path, sglang: Path) -> None:
+    if not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as busy:
+        args = ("--model-path", "m", "--host", "::1", "--port", str(busy.getsockname()[1]))
+        with pytest.raises(InvalidInput, match="cannot be listened on"):
+            prepare(lake, staging, sglang, *args)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 SERVER = """
