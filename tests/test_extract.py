@@ -685,6 +685,29 @@ def test_another_lakes_staging_does_not_count(world: World, tmp_path: Path) -> N
         assert server.requests == []
 
 
+def test_what_another_lake_captures_meanwhile_is_not_ours(world: World, tmp_path: Path) -> None:
+    """The same sample ids in the same staging folder: the other's writer comes after our look."""
+    (tmp_path / "other").mkdir()
+    other = make_world(tmp_path / "other", [7, 8, 9])
+    its = replace(other.made, staging=world.staging)
+    lost = other.names[0]
+    assert lost in world.names
+    staged = []
+
+    def script(rid: RequestId, nth: int) -> str:
+        if rid.sample_id != lost:
+            return "ok"
+        if not staged:
+            its.stage(other.names)
+            staged.append(lost)
+        return "error"
+
+    with world.serve(part_tokens=16_384, script=script) as server:
+        report = world.extract(server, limits=replace(FAST, tries=2), staging=(world.staging,))
+        assert staged and not report.complete and report.waiting == len(world.names) - 1
+        assert [s.sample_id for s in report.missing_samples] == [lost]
+
+
 def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
     with world.serve(part_tokens=16_384) as server:
         world.extract(server)
