@@ -3,6 +3,7 @@
 import contextlib
 import json
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ class WriterDir:
     parts: tuple[Path, ...]
 
 
-def scan(root: Path) -> list[WriterDir]:
-    """Writers under a staging root, by name. Raises Missing when the root is not there."""
+def scan(root: Path, only: Collection[str] | None = None) -> list[WriterDir]:
+    """Writers under a staging root, by name; with `only`, nothing of others than these is looked
+    at. Raises Missing when the root is not there."""
     root = Path(root)
     if not root.is_dir():
         raise Missing(
@@ -37,7 +39,9 @@ def scan(root: Path) -> list[WriterDir]:
         )
     found = []
     for path in sorted(root.iterdir()):
-        if not (path.is_dir() and _is_uuid(path.name)):
+        if only is not None and path.name not in only:
+            continue
+        if not (_is_uuid(path.name) and path.is_dir()):
             continue
         with contextlib.suppress(FileNotFoundError):  # a compactor has just removed it
             found.append(read_writer(path))

@@ -7,7 +7,7 @@ knows, so it may be behind the events file and is never ahead of it.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,17 @@ class StatusReader:
         self._lock = threading.Lock()
 
     def read(
-        self, since: Mapping[str, int] | None = None, *, limit: int | None = None
+        self,
+        since: Mapping[str, int] | None = None,
+        *,
+        limit: int | None = None,
+        only: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Status of the writers there are, each with its events after `since[writer]`, at most
-        `limit` of them (default: 5,000)."""
+        `limit` of them (default: 5,000). With `only`, nothing of other writers is looked at."""
         limit = _MAX_EVENTS if limit is None else limit
         with self._lock:
-            found = scan(self.root)
+            found = scan(self.root, only)
             self._tails = {
                 w.writer_id: self._tails[w.writer_id]
                 if w.writer_id in self._tails
