@@ -20,12 +20,14 @@ from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
 
 @dataclass(frozen=True)
 class WriterDir:
-    """One writer's folder. `alive`: its process holds the lock."""
+    """One writer's folder. `alive`: its process holds the lock. `closed`: why this user may not
+    look into it, and so knows nothing of it."""
 
     path: Path
     writer_id: str
     alive: bool
     parts: tuple[Path, ...]
+    closed: str | None = None
 
 
 def scan(root: Path, only: Collection[str] | None = None) -> list[WriterDir]:
@@ -44,12 +46,18 @@ def scan(root: Path, only: Collection[str] | None = None) -> list[WriterDir]:
         if not (_is_uuid(path.name) and path.is_dir()):
             continue
         with contextlib.suppress(FileNotFoundError):  # a compactor has just removed it
-            found.append(read_writer(path))
+            try:
+                found.append(read_writer(path))
+            except PermissionError as error:  # another user's: no reason to see nothing of ours
+                found.append(WriterDir(path, path.name, False, (), str(error)))
     return found
 
 
 def read_writer(path: Path) -> WriterDir:
-    """One writer's folder as it is now; parts without a journal are not parts yet, or no more."""
+    """One writer's folder as it is now; parts without a journal are not parts yet, or no more.
+
+    Raises PermissionError.
+    """
     alive = is_locked(path / LOCK)
     parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
     return WriterDir(path, path.name, alive, tuple(parts))

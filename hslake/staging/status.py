@@ -20,6 +20,7 @@ from hslake.staging.part import DONE, JOURNAL
 from hslake.staging.reader import WriterDir, scan
 
 _MAX_EVENTS = 5000
+_CLOSED = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 # What a writer says about the hook's own work, and what stands for a writer that says nothing.
 _MOMENT_S = 0.02
@@ -59,6 +60,8 @@ class StatusReader:
         limit = _MAX_EVENTS if limit is None else limit
         with self._lock:
             found = scan(self.root, only)
+            if only is None:
+                found = [w for w in found if w.closed is None]  # another user's: not ours to see
             self._tails = {
                 w.writer_id: self._tails[w.writer_id]
                 if w.writer_id in self._tails
@@ -96,6 +99,8 @@ class StatusReader:
         tail = self._tails[found.writer_id]
         try:
             events = tail.read(cursor, limit)  # event `seq` is frame `seq - 1`
+        except _CLOSED as e:
+            return [], f"{found.path / EVENTS} cannot be read: {e}"
         except Corrupt as e:
             return [], f"{e}; restart the server: what it has captured stays in staging"
         if len(tail) < last_seq:
@@ -107,12 +112,15 @@ class StatusReader:
 
 
 def _summary(found: WriterDir) -> dict[str, Any]:
-    """The writer's `status.json`; a damaged one as the summary of a writer that only has an error.
+    """The writer's `status.json`; one that is damaged or cannot be read as the summary of a writer
+    that only has an error.
 
     Raises FileNotFoundError.
     """
     path = found.path / STATUS
     try:
+        if found.closed is not None:
+            raise InvalidInput(found.closed)
         try:
             status = _parsed(path)
         except InvalidInput:  # half written, on a full filesystem: whole in a moment
@@ -139,7 +147,11 @@ def _summary(found: WriterDir) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    status: dict[str, Any] = parse_json(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except _CLOSED as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
+    status: dict[str, Any] = parse_json(data, str(path))
     validate(status, "status", str(path), "writer")
     return status
 
