@@ -17,7 +17,7 @@ from hslake.staging.drops import OTHER
 from hslake.staging.folder import EVENTS, STATUS
 from hslake.staging.frames import FrameTail
 from hslake.staging.part import DONE, JOURNAL
-from hslake.staging.reader import WriterDir, scan
+from hslake.staging.reader import WriterDir, part_attributes, scan
 
 _MAX_EVENTS = 5000
 _CLOSED = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -80,8 +80,7 @@ class StatusReader:
             return None  # just born, or being deleted
         for part in status["parts"]:
             # The summary of a dead writer is old, and a compactor goes on.
-            path = found.path / part["name"]
-            if (path / DONE).exists() or not (path / JOURNAL).exists():
+            if _is_over(found.path / part["name"], dead=not found.alive):
                 part["state"] = "done"
         return {
             **status,
@@ -109,6 +108,19 @@ class StatusReader:
                 f"{last_seq}: the file is damaged"
             )
         return events, None
+
+
+def _is_over(path: Path, *, dead: bool) -> bool:
+    """Whether nothing will come out of this part any more: it is done, or nobody will ever read it.
+    A living writer's metadata may be whole again in a moment, as it is recycled."""
+    if (path / DONE).exists() or not (path / JOURNAL).exists():
+        return True
+    if dead:
+        try:
+            part_attributes(path)
+        except (Corrupt, InvalidInput):  # the compactor leaves it alone
+            return True
+    return False
 
 
 def _summary(found: WriterDir) -> dict[str, Any]:
