@@ -5,6 +5,7 @@ writer's own summary, written at most every 0.2 seconds; its `last_seq` says up 
 knows, so it may be behind the events file and is never ahead of it.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -147,7 +148,7 @@ def _summary(found: WriterDir) -> dict[str, Any]:
             "writer": found.writer_id,
             "armed": False,
             "error": f"{error}; a live writer writes it anew with its next sample",
-            "lake_id": None,
+            "lake_id": _lake_of(found),
             "engine": {},
             "parts": [
                 {"name": p.name, "rows": 0, "reserved": 0, "state": "open"} for p in found.parts
@@ -156,6 +157,14 @@ def _summary(found: WriterDir) -> dict[str, Any]:
             **dict.fromkeys((*counts, *done), 0),
         }
     return status
+
+
+def _lake_of(found: WriterDir) -> str | None:
+    """The lake that a writer's parts name; None when none does."""
+    for path in found.parts:
+        with contextlib.suppress(Corrupt, InvalidInput):
+            return str(part_attributes(path)["lake_id"])
+    return None
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -176,7 +185,8 @@ def read_status(root: Path, since: Mapping[str, int] | None = None) -> dict[str,
 def document(writers: list[dict[str, Any]]) -> dict[str, Any]:
     """What `writers` say together: the answer of /hslake/status."""
     alive = [w for w in writers if w["alive"]]
-    known = [w for w in alive if w["lake_id"]]
+    # Those first whose summary reads: the others' engine is not known.
+    known = sorted((w for w in alive if w["lake_id"]), key=lambda w: w.get("updated_at") == 0)
     errors = [w["error"] for w in alive if w["error"]]
     return {
         "format": 1,
