@@ -21,14 +21,14 @@ from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
-from hslake.ownership import is_ours
+from hslake.ownership import is_ours, take, tell_closed
 from hslake.picks import Doubt, Pick, batches, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
 from hslake.segment.write import StatesDiffer, new_segment_id, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
-from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_remains, remove_writer
-from hslake.staging.locks import Lock, is_locked, try_lock
+from hslake.staging.folder import COMPACT_LOCK, remove_remains, remove_writer
+from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import (
     DONE,
     JOURNAL,
@@ -43,7 +43,6 @@ from hslake.staging.reader import (
     WriterDir,
     part_attributes,
     read_part,
-    read_writer,
     scan,
 )
 
@@ -147,30 +146,21 @@ def _pass(
     sources: list[_Source] = []
     try:
         for found in writers:
+            if found.closed is not None:
+                tell_closed(found.path, found.closed, report)
+                continue
             # Before any of its locks: what is touched here tells a writer that its own compactor
             # is there, and a held lock keeps that one away.
             if not is_ours(found, spec, report):
                 continue
-            # One compactor a writer: a dead writer's lock, held by another compactor, would make
-            # it look alive, and its parts would vanish under us.
-            mine_alone = try_lock(found.path / COMPACT_LOCK)
-            if mine_alone is None:
-                if is_locked(found.path / COMPACT_LOCK):
-                    tell(report.skipped, found.path.name)
-                else:
-                    _tell_unlockable(found.path, COMPACT_LOCK, report)
+            try:
+                writer = take(found, held, dead, report)
+            except PermissionError as error:
+                tell_closed(found.path, str(error), report)
                 continue
-            held.append(mine_alone)
-            writer = read_writer(found.path)
-            if not writer.alive:
-                lock = try_lock(writer.path / LOCK)
-                if lock is None:
-                    _tell_unlockable(writer.path, LOCK, report)
-                    continue
-                held.append(lock)
-                dead.add(writer.path)
-            mine.append(writer)
-            sources += _sources(writer, writer.path in dead, watch, spec, report)
+            if writer is not None:
+                mine.append(writer)
+                sources += _sources(writer, writer.path in dead, watch, spec, report)
         # Opened after the journals were read: whatever they hold was planned before that.
         lake = open_lake(lake_url)
         wanted = _choose(lake, sources, sound, report, stop)
@@ -195,17 +185,6 @@ def _pass(
                 source.lock.release()
         for lock in held:
             lock.release()
-
-
-def _tell_unlockable(folder: Path, lock: str, report: CompactReport) -> None:
-    """Without the file nobody can tell whether the writer lives. (A folder without either has just
-    been removed.)"""
-    if folder.is_dir() and not (folder / lock).exists():
-        tell(
-            report.damage,
-            f"{folder / lock} is gone, so nobody can tell whether this writer lives: left alone. "
-            f"If its server has ended, `touch {folder / lock}` lets compact take what it holds",
-        )
 
 
 def _tell_lost(writer: WriterDir, report: CompactReport) -> None:

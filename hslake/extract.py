@@ -44,6 +44,7 @@ from hslake.worklist import (
     Worklist,
     captured_attempts,
     committed_attempts,
+    of_lake,
     read_ids,
     worklist,
 )
@@ -173,7 +174,7 @@ class _Run:
                 return self._report(listing, places, todo)
             before = sum(self.captures.values())
             await self._drive(lake, todo)
-            statuses = await self._statuses()
+            statuses = await self._statuses(spec)
             if sum(self.captures.values()) == before and not self.stopped:
                 self.stopped = "not captured"
 
@@ -197,7 +198,7 @@ class _Run:
                 raise InvalidInput(problem)
             problems.append(problem)
         if self.ready:
-            return [*answers, *await asyncio.to_thread(self._local)]
+            return of_lake([*answers, *await asyncio.to_thread(self._local)], spec.lake_id)
         hint = "start one with `hslake serve LAKE --staging DIR -- …`"
         if all(isinstance(s, ServerDown) for s in found):
             raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
@@ -214,11 +215,11 @@ class _Run:
         self.gave_up |= {item.sample_id: best.why for item in todo if item.length > best.tokens}
         return [item for item in todo if item.length <= best.tokens]
 
-    async def _statuses(self) -> list[ServerStatus]:
-        """Status of all servers that answer, and of local staging."""
+    async def _statuses(self, spec: LakeSpec) -> list[ServerStatus]:
+        """Status of all servers that answer, and of local staging: of this lake's writers."""
         found = await asyncio.gather(*(whole_status(s) for s in self.servers))
         answers = [s for s in found if isinstance(s, ServerStatus)]
-        return [*answers, *await asyncio.to_thread(self._local)]
+        return of_lake([*answers, *await asyncio.to_thread(self._local)], spec.lake_id)
 
     def _local(self) -> list[ServerStatus]:
         found: list[ServerStatus] = []

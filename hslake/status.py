@@ -23,7 +23,7 @@ from hslake.server import (
     whole_status,
 )
 from hslake.slot import unfit
-from hslake.worklist import captured_attempts, waiting_samples
+from hslake.worklist import captured_attempts, of_lake, waiting_samples
 
 _RATE_MINUTES = 15
 _GAP_S = 30.0  # without a capture or a commit: no time of work
@@ -127,7 +127,8 @@ def status(
     told = asyncio.run(_ask(list(dict.fromkeys(servers))))
     told += [(str(root), status) for root in roots for status in local_statuses(root)]
     lake = hslake.open(lake_url)
-    statuses = [s for _, s in told if isinstance(s, ServerStatus) and _is_of(s, lake)]
+    answers = [s for _, s in told if isinstance(s, ServerStatus)]
+    statuses = of_lake(answers, lake.spec.lake_id)
     waiting = _waiting(lake, statuses) if statuses else None
     rows = _coverage(lake, waiting or {})
     forecast = query.run(lake, "forecast").to_pylist()[0]
@@ -182,11 +183,6 @@ async def _ask(urls: Sequence[str]) -> list[tuple[str, ServerStatus | ServerDown
         servers = [Server(url, session, status_timeout=10.0) for url in urls]
         found = await asyncio.gather(*(whole_status(server) for server in servers))
     return list(zip((s.url for s in servers), found, strict=True))
-
-
-def _is_of(status: ServerStatus, lake: Lake) -> bool:
-    """Another lake may have the same sample ids: what waits for that one does not wait for us."""
-    return {w["lake_id"] for w in status.raw["writers"]} <= {None, lake.spec.lake_id}
 
 
 def _state(found: ServerStatus | ServerDown, lake: Lake) -> str:

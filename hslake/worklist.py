@@ -4,7 +4,7 @@ Only names and lengths are held for the whole plan; token ids are read block by 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -85,6 +85,24 @@ def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:
     names = rows.column("sample_id").to_pylist()
     ids = rows.column("input_ids").combine_chunks()
     return {name: ids[i].values for i, name in enumerate(names)}
+
+
+def of_lake(statuses: Iterable[ServerStatus], lake_id: str) -> list[ServerStatus]:
+    """`statuses` with the writers of this lake only, and those of which nobody can tell; one that
+    shows nothing but others' is left out.
+
+    Another lake may have the same sample ids, and its staging may lie in the same folder: what
+    waits for that one does not wait for this one.
+    """
+    found = []
+    for status in statuses:
+        documents = [w for w in status.raw["writers"] if w["lake_id"] in (None, lake_id)]
+        if documents or not status.writers:
+            names = {w["writer"] for w in documents}
+            writers = tuple(w for w in status.writers if w.writer in names)
+            raw = {**status.raw, "writers": documents}
+            found.append(replace(status, writers=writers, raw=raw))
+    return found
 
 
 def captured_attempts(statuses: Iterable[ServerStatus]) -> dict[str, str]:

@@ -487,10 +487,11 @@ def test_another_lakes_writer_is_not_touched(tmp_path, monkeypatch):
     lock = writer.folder / "compact.lock"
     os.utime(lock, (5, 5))
     locked = []
-    monkeypatch.setattr(
-        "hslake.compact.try_lock",
-        lambda path, **how: locked.append(path) or try_lock(path, **how),
-    )
+    for module in ("compact", "ownership"):
+        monkeypatch.setattr(
+            f"hslake.{module}.try_lock",
+            lambda path, **how: locked.append(path) or try_lock(path, **how),
+        )
     looks = iter([False] * 3)
     report = compact(
         other.url, [made.staging], watch=True, interval_s=0.0, stop=lambda: next(looks, True)

@@ -685,6 +685,51 @@ def test_another_lakes_staging_does_not_count(world: World, tmp_path: Path) -> N
         assert server.requests == []
 
 
+def test_what_another_lake_captures_meanwhile_is_not_ours(world: World, tmp_path: Path) -> None:
+    """The same sample ids in the same staging folder: the other's writer comes after our look."""
+    (tmp_path / "other").mkdir()
+    other = make_world(tmp_path / "other", [7, 8, 9])
+    its = replace(other.made, staging=world.staging)
+    lost = other.names[0]
+    assert lost in world.names
+    staged = []
+
+    def script(rid: RequestId, nth: int) -> str:
+        if rid.sample_id != lost:
+            return "ok"
+        if not staged:
+            its.stage(other.names)
+            staged.append(lost)
+        return "error"
+
+    with world.serve(part_tokens=16_384, script=script) as server:
+        report = world.extract(server, limits=replace(FAST, tries=2), staging=(world.staging,))
+        assert staged and not report.complete and report.waiting == len(world.names) - 1
+        assert [s.sample_id for s in report.missing_samples] == [lost]
+
+
+def test_what_nobody_can_read_of_a_dead_writer_is_asked_for_again(world: World) -> None:
+    with world.serve(part_tokens=16_384) as server:
+        assert world.extract(server).complete
+        (part,) = scan(world.staging)[0].parts
+        metadata = (part / "zarr.json").read_text()
+        (part / "zarr.json").write_text("{")
+        # A living writer's: its server may write it anew.
+        assert world.extract(server, staging=(world.staging,)).captured == 0
+    with world.serve(part_tokens=16_384) as server:
+        for text in ("{", metadata.replace('"lake_id"', '"lake"')):
+            (part / "zarr.json").write_text(text)
+            (told, *_) = (s for s in local_statuses(world.staging) if s.writers)
+            assert "done" in {p.state for w in told.writers for p in w.parts if not w.alive}
+        (part / "zarr.json").write_text("{")
+        report = world.extract(server, staging=(world.staging,))
+        assert report.complete and report.captured == len(world.names)
+        damage = compact(world.url, [world.staging]).damage
+        assert len(damage) == 1 and str(part / "zarr.json") in damage[0]
+        again = world.extract(server, staging=(world.staging,))
+        assert again.complete and again.committed == len(world.names) and again.captured == 0
+
+
 def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
     with world.serve(part_tokens=16_384) as server:
         world.extract(server)

@@ -33,12 +33,15 @@ def try_lock(path: Path, *, shared: bool = False, create: bool = False) -> Lock 
     """The lock of `path`, or None when somebody (this process included) holds it.
 
     None also when the file goes away meanwhile: its folder was recycled or removed. `create` is for
-    the owner of a new folder only; anybody else would lock a file nobody knows.
+    the owner of a new folder only; anybody else would lock a file nobody knows. Raises
+    PermissionError.
     """
     if _mine(path):
         return None
     try:
-        fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
+        # To share it, reading is enough: the file may be another user's.
+        mode = os.O_RDONLY if shared else os.O_RDWR
+        fd = os.open(path, mode | (os.O_CREAT if create else 0), 0o644)
     except FileNotFoundError:
         return None
     try:
@@ -73,11 +76,15 @@ def rename_folder(lock: Lock, to: Path) -> Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a live process (this one included) holds the lock of `path` exclusively."""
+    """Whether a live process (this one included) holds the lock of `path` exclusively.
+
+    Asks for a shared lock, for which reading is enough: the file may be another user's. Raises
+    PermissionError when not even that is allowed.
+    """
     if _mine(path):
         return True
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

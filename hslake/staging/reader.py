@@ -3,6 +3,7 @@
 import contextlib
 import json
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,19 @@ from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
 
 @dataclass(frozen=True)
 class WriterDir:
-    """One writer's folder. `alive`: its process holds the lock."""
+    """One writer's folder. `alive`: its process holds the lock. `closed`: why this user may not
+    look into it, and so knows nothing of it."""
 
     path: Path
     writer_id: str
     alive: bool
     parts: tuple[Path, ...]
+    closed: str | None = None
 
 
-def scan(root: Path) -> list[WriterDir]:
-    """Writers under a staging root, by name. Raises Missing when the root is not there."""
+def scan(root: Path, only: Collection[str] | None = None) -> list[WriterDir]:
+    """Writers under a staging root, by name; with `only`, nothing of others than these is looked
+    at. Raises Missing when the root is not there."""
     root = Path(root)
     if not root.is_dir():
         raise Missing(
@@ -37,15 +41,23 @@ def scan(root: Path) -> list[WriterDir]:
         )
     found = []
     for path in sorted(root.iterdir()):
-        if not (path.is_dir() and _is_uuid(path.name)):
+        if only is not None and path.name not in only:
+            continue
+        if not (_is_uuid(path.name) and path.is_dir()):
             continue
         with contextlib.suppress(FileNotFoundError):  # a compactor has just removed it
-            found.append(read_writer(path))
+            try:
+                found.append(read_writer(path))
+            except PermissionError as error:  # another user's: no reason to see nothing of ours
+                found.append(WriterDir(path, path.name, False, (), str(error)))
     return found
 
 
 def read_writer(path: Path) -> WriterDir:
-    """One writer's folder as it is now; parts without a journal are not parts yet, or no more."""
+    """One writer's folder as it is now; parts without a journal are not parts yet, or no more.
+
+    Raises PermissionError.
+    """
     alive = is_locked(path / LOCK)
     parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
     return WriterDir(path, path.name, alive, tuple(parts))

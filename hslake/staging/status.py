@@ -5,9 +5,10 @@ writer's own summary, written at most every 0.2 seconds; its `last_seq` says up 
 knows, so it may be behind the events file and is never ahead of it.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from hslake.staging.drops import OTHER
 from hslake.staging.folder import EVENTS, STATUS
 from hslake.staging.frames import FrameTail
 from hslake.staging.part import DONE, JOURNAL
-from hslake.staging.reader import WriterDir, scan
+from hslake.staging.reader import WriterDir, part_attributes, scan
 
 _MAX_EVENTS = 5000
+_CLOSED = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 # What a writer says about the hook's own work, and what stands for a writer that says nothing.
 _MOMENT_S = 0.02
@@ -48,13 +50,19 @@ class StatusReader:
         self._lock = threading.Lock()
 
     def read(
-        self, since: Mapping[str, int] | None = None, *, limit: int | None = None
+        self,
+        since: Mapping[str, int] | None = None,
+        *,
+        limit: int | None = None,
+        only: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Status of the writers there are, each with its events after `since[writer]`, at most
-        `limit` of them (default: 5,000)."""
+        `limit` of them (default: 5,000). With `only`, nothing of other writers is looked at."""
         limit = _MAX_EVENTS if limit is None else limit
         with self._lock:
-            found = scan(self.root)
+            found = scan(self.root, only)
+            if only is None:
+                found = [w for w in found if w.closed is None]  # another user's: not ours to see
             self._tails = {
                 w.writer_id: self._tails[w.writer_id]
                 if w.writer_id in self._tails
@@ -73,8 +81,7 @@ class StatusReader:
             return None  # just born, or being deleted
         for part in status["parts"]:
             # The summary of a dead writer is old, and a compactor goes on.
-            path = found.path / part["name"]
-            if (path / DONE).exists() or not (path / JOURNAL).exists():
+            if _is_over(found.path / part["name"], dead=not found.alive):
                 part["state"] = "done"
         return {
             **status,
@@ -92,6 +99,8 @@ class StatusReader:
         tail = self._tails[found.writer_id]
         try:
             events = tail.read(cursor, limit)  # event `seq` is frame `seq - 1`
+        except _CLOSED as e:
+            return [], f"{found.path / EVENTS} cannot be read: {e}"
         except Corrupt as e:
             return [], f"{e}; restart the server: what it has captured stays in staging"
         if len(tail) < last_seq:
@@ -102,13 +111,29 @@ class StatusReader:
         return events, None
 
 
+def _is_over(path: Path, *, dead: bool) -> bool:
+    """Whether nothing will come out of this part any more: it is done, or nobody will ever read it.
+    A living writer's metadata may be whole again in a moment, as it is recycled."""
+    if (path / DONE).exists() or not (path / JOURNAL).exists():
+        return True
+    if dead:
+        try:
+            part_attributes(path)
+        except (Corrupt, InvalidInput):  # the compactor leaves it alone
+            return True
+    return False
+
+
 def _summary(found: WriterDir) -> dict[str, Any]:
-    """The writer's `status.json`; a damaged one as the summary of a writer that only has an error.
+    """The writer's `status.json`; one that is damaged or cannot be read as the summary of a writer
+    that only has an error.
 
     Raises FileNotFoundError.
     """
     path = found.path / STATUS
     try:
+        if found.closed is not None:
+            raise InvalidInput(found.closed)
         try:
             status = _parsed(path)
         except InvalidInput:  # half written, on a full filesystem: whole in a moment
@@ -123,7 +148,7 @@ def _summary(found: WriterDir) -> dict[str, Any]:
             "writer": found.writer_id,
             "armed": False,
             "error": f"{error}; a live writer writes it anew with its next sample",
-            "lake_id": None,
+            "lake_id": _lake_of(found),
             "engine": {},
             "parts": [
                 {"name": p.name, "rows": 0, "reserved": 0, "state": "open"} for p in found.parts
@@ -134,8 +159,20 @@ def _summary(found: WriterDir) -> dict[str, Any]:
     return status
 
 
+def _lake_of(found: WriterDir) -> str | None:
+    """The lake that a writer's parts name; None when none does."""
+    for path in found.parts:
+        with contextlib.suppress(Corrupt, InvalidInput):
+            return str(part_attributes(path)["lake_id"])
+    return None
+
+
 def _parsed(path: Path) -> dict[str, Any]:
-    status: dict[str, Any] = parse_json(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except _CLOSED as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
+    status: dict[str, Any] = parse_json(data, str(path))
     validate(status, "status", str(path), "writer")
     return status
 
@@ -148,7 +185,8 @@ def read_status(root: Path, since: Mapping[str, int] | None = None) -> dict[str,
 def document(writers: list[dict[str, Any]]) -> dict[str, Any]:
     """What `writers` say together: the answer of /hslake/status."""
     alive = [w for w in writers if w["alive"]]
-    known = [w for w in alive if w["lake_id"]]
+    # Those first whose summary reads: the others' engine is not known.
+    known = sorted((w for w in alive if w["lake_id"]), key=lambda w: w.get("updated_at") == 0)
     errors = [w["error"] for w in alive if w["error"]]
     return {
         "format": 1,

@@ -91,8 +91,12 @@ def answer(
     found: list[dict[str, Any]] = []
     trouble = None
     try:
-        found = reader.read(cursors, **options)["writers"]
         memory.told |= report.told(reader.root, run)
+    except (OSError, HslakeError) as error:
+        trouble = f"staging {reader.root} cannot be read now: {error}"
+    try:
+        # Of those only: others may have written a million events, and this is SGLang's process.
+        found = reader.read(cursors, only=memory.told.writers, **options)["writers"]
     except (OSError, HslakeError) as error:
         trouble = f"staging {reader.root} cannot be read now: {error}"
     told = memory.told

@@ -1,6 +1,7 @@
 """What GET /hslake/status and /hslake/metrics say about this server, and only about it."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -43,6 +44,32 @@ def test_only_the_writers_of_this_server(tmp_path: Path, found: list) -> None:
     answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
     assert [w["writer"] for w in answer["writers"]] == ["mine"]
     assert answer["armed"] is True and answer["error"] is None and answer["format"] == 1
+
+
+def test_nothing_of_other_servers_writers_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs may be large, and a poll is answered in SGLang's own process."""
+    mine, other = (staging_writer(tmp_path, spec()) for _ in range(2))
+    report.tell_writer(tmp_path, RUN, mine.writer_id)
+    for w in (mine, other):
+        put(w, "a", 5, 1)
+        w.tick()
+    opened: list[str] = []
+    os_open = os.open
+
+    def seen(path: Any, *more: Any, **options: Any) -> int:
+        opened.append(os.fspath(path))
+        return os_open(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", seen)
+    answer = endpoint.answer(StatusReader(tmp_path), RUN, None)
+    assert [e["sample_id"] for w in answer["writers"] for e in w["events"]] == ["a"]
+    assert any(mine.writer_id in path for path in opened)
+    assert not any(other.writer_id in path for path in opened)
+    monkeypatch.undo()
+    for w in (mine, other):
+        w.close()
 
 
 def test_a_worker_that_never_armed_is_told(tmp_path: Path, found: list) -> None:
@@ -220,9 +247,9 @@ def test_a_scrape_reads_no_events(tmp_path: Path, client: TestClient, monkeypatc
     limits: list[int] = []
     read = StatusReader.read
 
-    def seen(reader: StatusReader, since: Any, *, limit: int = -1) -> dict[str, Any]:
+    def seen(reader: StatusReader, since: Any, *, limit: int = -1, only: Any) -> dict[str, Any]:
         limits.append(limit)
-        return read(reader, since, limit=limit)
+        return read(reader, since, limit=limit, only=only)
 
     monkeypatch.setattr(StatusReader, "read", seen)
     scraped(client)

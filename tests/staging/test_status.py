@@ -190,6 +190,7 @@ def test_a_damaged_summary_is_an_error_of_its_writer(tmp_path: Path) -> None:
         assert [e["sample_id"] for e in found["events"]] == ["a"]
         assert [p["name"] for p in found["parts"]] == ["part-000001"]
         assert document["lake_id"] == other.spec.lake_id
+        assert found["lake_id"] == w.spec.lake_id  # its part tells, or it would pass for any lake's
         parse_status(document, "here")
     path.write_text(sound)
     assert read_status(tmp_path)["error"] is None
