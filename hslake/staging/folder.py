@@ -51,7 +51,7 @@ def remove_remains(root: Path) -> None:
     for path in root.glob(".*"):
         if not _HIDDEN.fullmatch(path.name):
             continue  # somebody else's
-        with contextlib.suppress(FileNotFoundError):  # born meanwhile
+        with contextlib.suppress(OSError):  # born meanwhile, or another user's
             old = time.time() - path.stat().st_mtime > _BIRTH_S
             if path.suffix == ".gone" or (old and not is_locked(path / LOCK)):
                 shutil.rmtree(path, ignore_errors=True)
