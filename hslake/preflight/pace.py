@@ -66,7 +66,7 @@ def as_seen(quota: Quota, rate: float, compactor: float) -> float:
         alone, both = through(like, rate, math.inf), through(like, rate, compactor)
         if alone >= _LOSS * rate:
             break
-    return min(compactor, rate * both / alone)
+    return min(compactor, rate, rate * both / alone)  # ends of the simulation are not exact
 
 
 def slowest(server: float, compactor: float | None, passed_on: float | None) -> tuple[str, float]:
