@@ -182,11 +182,18 @@ class Bench:
             theirs, ours = machine.split_cores()
             os.sched_setaffinity(0, theirs)  # what is started has the cores of who starts it
             for mode in s.modes:
-                self.servers[mode] = servers.make_servers(
-                    s, mode, self.work, lake=lake, staging=staging, spec=spec, saved=saved
-                )
-                for one in self.servers[mode]:
-                    one.start()
+                for number in range(s.instances_of(mode)):
+                    one = servers.make_server(
+                        s,
+                        mode,
+                        number,
+                        self.work,
+                        lake=lake,
+                        staging=staging,
+                        spec=spec,
+                        saved=saved,
+                    ).start()
+                    self.servers.setdefault(mode, []).append(one)
                     self.left.add(group=servers.group_of(one))
             os.sched_setaffinity(0, ours)
             planned = prompts.plan_runs(lake, s, self.work) if HSLAKE in s.cells else 0
@@ -218,7 +225,7 @@ class Bench:
             )
             print(f"planned {planned:,} tokens, lake in {folder}, disk {speed}", flush=True)
             self._ready()
-            for one in (one for members in self.servers.values() for one in members):
+            for _, one in self._everyone():
                 machine.pin(servers.processes_of(one), theirs)
             if HSLAKE in self.servers:
                 self.side = LakeSide(lake, staging, self.work / "compact.log")
@@ -239,10 +246,14 @@ class Bench:
         room = int(shutil.disk_usage("/dev/shm").free * 0.5) // part
         return Settings(**{**s.__dict__, "staging_bytes": min(need, room) * part})
 
+    def _everyone(self) -> list[tuple[str, ServerProcess]]:
+        """(mode, server) of all that were started."""
+        return [(mode, one) for mode, members in self.servers.items() for one in members]
+
     def _ready(self) -> None:
         """Wait for all servers; one that does not come up is started once more, then costs its own
         cells only."""
-        failed = self._wait([one for mode in self.servers.values() for one in mode])
+        failed = self._wait([one for _, one in self._everyone()])
         for one in failed if self.clock.left() > 150 else ():
             one.stop(5.0)
             one.start()
@@ -298,7 +309,7 @@ class Bench:
         ).all()
 
     def _end(self) -> None:
-        everyone = [(mode, one) for mode, members in self.servers.items() for one in members]
+        everyone = self._everyone()
         for mode, one in everyone:
             if not one.alive() and not self.args.endurance:  # which ends it
                 print(f"server {mode} had ended:\n{one.log_tail(30)}", file=sys.stderr)

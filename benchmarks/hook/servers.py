@@ -64,32 +64,22 @@ def common_env(s: Settings) -> dict[str, str]:
     return env
 
 
-def make_servers(
-    s: Settings, mode: str, work: Path, *, lake: str, staging: Path, spec: LakeSpec, saved: Path
-) -> list[ServerProcess]:
-    """The servers of `mode`, not started. `lake`, `staging`: of the hslake ones; `saved`: where the
-    torch_save one writes to."""
-    order = (NONE, TORCH_SAVE, HTTP, HSLAKE)
-    first = _FIRST_PORT + _PORTS_EACH * order.index(mode) + os.getpid() % 400
-    return [
-        _make_server(
-            s, mode, work, n, first + _PORTS_EACH * len(order) * n, lake, staging, spec, saved
-        )
-        for n in range(s.instances_of(mode))
-    ]
-
-
-def _make_server(
+def make_server(
     s: Settings,
     mode: str,
-    work: Path,
     number: int,
-    port: int,
+    work: Path,
+    *,
     lake: str,
     staging: Path,
     spec: LakeSpec,
     saved: Path,
 ) -> ServerProcess:
+    """Server `number` of `mode`, not started. `lake`, `staging`: of the hslake ones; `saved`: where
+    the torch_save one writes to."""
+    order = (NONE, TORCH_SAVE, HTTP, HSLAKE)
+    place = order.index(mode) + number * len(order)
+    port = _FIRST_PORT + _PORTS_EACH * place + os.getpid() % 400
     log, args, env = work / f"server-{mode}-{number}.log", common_args(s), common_env(s)
     if mode == HSLAKE:
         return ServerProcess.for_lake(

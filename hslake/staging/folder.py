@@ -1,7 +1,6 @@
 """A writer's folder: its birth and its end, and the names in it."""
 
 import contextlib
-import re
 import shutil
 import time
 import uuid
@@ -16,7 +15,14 @@ LOCK = "lock"
 COMPACT_LOCK = "compact.lock"  # held by the one compactor that works on this writer
 STATUS = "status.json"
 _BIRTH_S = 60.0  # no birth takes so long
-_HIDDEN = re.compile(r"\.[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.(new|gone)")  # ours, by UUID
+
+
+def is_writer_name(name: str) -> bool:
+    """Whether a writer's folder may be called so: a UUID in its usual form."""
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False
 
 
 def make_writer(root: Path) -> tuple[Path, Lock]:
@@ -49,7 +55,7 @@ def remove_remains(root: Path) -> None:
     writers that died before their birth, and those of dead servers' runs."""
     remove_dead_runs(root)
     for path in root.glob(".*"):
-        if not _HIDDEN.fullmatch(path.name):
+        if path.suffix not in (".new", ".gone") or not is_writer_name(path.stem[1:]):
             continue  # somebody else's
         with contextlib.suppress(OSError):  # born meanwhile, or another user's
             old = time.time() - path.stat().st_mtime > _BIRTH_S

@@ -34,6 +34,12 @@ def rows_in(spec: LakeSpec, size: int) -> int:
     return max(0, size - _BESIDE) // (spec.bytes_per_token + 4)
 
 
+def chunk_files(part: Path, streams: int) -> tuple[list[Path], Path]:
+    """The chunks of a part's folder: hidden states, one file a stream, and token ids."""
+    hidden = [part / f"hidden_states/c/{i}/0/0" for i in range(streams)]
+    return hidden, part / "input_ids/c/0"
+
+
 class PartMemory:
     """The maps of one part's chunks: `hidden` one array [capacity, hidden] of bits a stream,
     `input_ids` int32 [capacity].
@@ -48,18 +54,18 @@ class PartMemory:
         self._unlocks: list[Callable[[], None]] = []
         self.hidden: list[np.ndarray] = []
         size = capacity * spec.hidden_size * spec.itemsize
-        files = [path / f"hidden_states/c/{i}/0/0" for i in range(len(spec.streams))]
+        files, ids = chunk_files(path, len(spec.streams))
         # One process at a time: each would take for its own what both see to be free.
         with alone(path.parent.parent):
             check_room(path.parent, part_bytes(spec, capacity))
             for file in files:
                 _allocate(file, size)
-            _allocate(path / "input_ids/c/0", capacity * 4)
+            _allocate(ids, capacity * 4)
         try:
             for file in files:
                 bits = np.frombuffer(self._map(file, page_lock), bits_dtype(spec.itemsize))
                 self.hidden.append(bits.reshape(capacity, spec.hidden_size))
-            self.input_ids = np.frombuffer(self._map(path / "input_ids/c/0", page_lock), "<i4")
+            self.input_ids = np.frombuffer(self._map(ids, page_lock), "<i4")
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ from hslake.errors import Corrupt, Unavailable
 from hslake.schemas import arrow_schema
 from hslake.spec import DTYPES, LakeSpec
 from hslake.staging.frames import FrameWriter
-from hslake.staging.memory import PartMemory, bits_dtype
+from hslake.staging.memory import PartMemory, bits_dtype, chunk_files
 from hslake.staging.space import SMALL_RESERVE, allocate, check_room
 from hslake.zarrmeta import array_metadata
 
@@ -86,12 +86,10 @@ class PartInfo:
         that is missing or short, Unavailable when the machine cannot open it now."""
         a = self.attributes
         bits, shape = bits_dtype(DTYPES[a["dtype"]]), (self.capacity, a["hidden_size"])
+        hidden, ids = chunk_files(self.path, len(a["streams"]))
         return PartMaps(
-            [
-                _mapped(self.path / f"hidden_states/c/{i}/0/0", bits, shape)
-                for i in range(len(a["streams"]))
-            ],
-            _mapped(self.path / "input_ids/c/0", np.dtype("<i4"), (self.capacity,)),
+            [_mapped(file, bits, shape) for file in hidden],
+            _mapped(ids, np.dtype("<i4"), (self.capacity,)),
         )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.schemas import validate
-from hslake.staging.folder import LOCK
+from hslake.staging.folder import LOCK, is_writer_name
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
 from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
@@ -43,7 +42,7 @@ def scan(root: Path, only: Collection[str] | None = None) -> list[WriterDir]:
     for path in sorted(root.iterdir()):
         if only is not None and path.name not in only:
             continue
-        if not (_is_uuid(path.name) and path.is_dir()):
+        if not (is_writer_name(path.name) and path.is_dir()):
             continue
         with contextlib.suppress(FileNotFoundError):  # a compactor has just removed it
             try:
@@ -61,13 +60,6 @@ def read_writer(path: Path) -> WriterDir:
     alive = is_locked(path / LOCK)
     parts = [p for p in sorted(path.glob("part-*")) if (p / JOURNAL).exists()]
     return WriterDir(path, path.name, alive, tuple(parts))
-
-
-def _is_uuid(name: str) -> bool:
-    try:
-        return str(uuid.UUID(name)) == name
-    except ValueError:
-        return False
 
 
 def part_attributes(path: Path) -> dict[str, Any]:

@@ -47,8 +47,14 @@ def _set(value: Any) -> bool:
     return not any(value is off or value == off for off in _OFF)
 
 
-def _is(text: str) -> Callable[[Any], bool]:
-    return lambda value: str(value).lower() == text
+def _text(value: Any) -> str:
+    """A value as it is written on the command line; it may be an enumeration's."""
+    return str(getattr(value, "value", value)).lower()
+
+
+def _is(*texts: str) -> Callable[[Any], bool]:
+    """Whether a value is one of `texts`."""
+    return lambda value: _text(value) in texts
 
 
 def _on(value: Any) -> bool:
@@ -56,12 +62,8 @@ def _on(value: Any) -> bool:
 
 
 def _other_than(*texts: str) -> Callable[[Any], bool]:
-    """Whether a value is given and is none of `texts`; it may be an enumeration's."""
-    return lambda value: _set(value) and str(getattr(value, "value", value)).lower() not in texts
-
-
-def _among(*texts: str) -> Callable[[Any], bool]:
-    return lambda value: str(getattr(value, "value", value)).lower() in texts
+    """Whether a value is given and is none of `texts`."""
+    return lambda value: _set(value) and _text(value) not in texts
 
 
 def _some_json(value: Any) -> bool:
@@ -138,7 +140,7 @@ _OTHER_MODEL: tuple[Refusal, ...] = (
     Refusal(
         "quantization", ("--quantization",), _QUANTISED, _other_than("unquant"), unless=DECLARED
     ),
-    Refusal("quantization", ("--quantization",), _ANEW, _among(*_ONLINE)),
+    Refusal("quantization", ("--quantization",), _ANEW, _is(*_ONLINE)),
     _value("modelopt_quant", _QUANTISED),
     _switch("quantize_and_serve", _QUANTISED),
     _value("torchao_config", _QUANTISED),

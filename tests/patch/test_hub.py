@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from hslake.errors import InvalidInput, Missing
 from hslake.fingerprint import model_fingerprint
-from tests.patch import fakesglang
 from tests.patch.test_serve import model, prepare
 from tests.patch.toy import make_spec
 
@@ -61,18 +60,6 @@ def lake(tmp_path: Path, lakes_model: Path) -> str:
     spec = make_spec(("2", "final"), "bfloat16", fingerprint=model_fingerprint(lakes_model))
     (folder / "hslake.json").write_text(spec.to_json())
     return str(folder)
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> Path:
-    folder = tmp_path / "staging"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def sglang(tmp_path: Path) -> Path:
-    return fakesglang.make(tmp_path / "site")
 
 
 def test_the_worker_finds_the_snapshot_of_a_revision(home: Path, lakes_model: Path) -> None:

@@ -34,19 +34,6 @@ def lake(tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def staging(tmp_path: Path) -> Path:
-    folder = tmp_path / "staging"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def sglang(tmp_path: Path) -> Path:
-    """What stands in for SGLang: real files that a real interpreter finds."""
-    return fakesglang.make(tmp_path / "site")
-
-
 def prepare(
     lake: str, staging: Path, sglang: Path, *args: str, env: dict[str, str] | None = None, **more
 ) -> serve.Command:
