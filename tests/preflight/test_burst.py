@@ -112,7 +112,8 @@ def test_without_a_compactor_it_leaves_staging_its_room(lake: str, staging: Path
 
 
 def test_beside_a_compactor_it_goes_on_and_all_rows_come_back(lake: str, staging: Path) -> None:
-    with FakeServer(lake, staging, part_tokens=512, max_parts=6, delay=0.01, idle_s=0.3) as server:
+    rows = 6 * 1024
+    with FakeServer(lake, staging, part_tokens=1024, max_parts=6, delay=0.01, idle_s=0.3) as server:
         with watching(lake, staging):
             assert not compactor_seen([staging / "nowhere"])
             end = time.monotonic() + 20
@@ -121,25 +122,27 @@ def test_beside_a_compactor_it_goes_on_and_all_rows_come_back(lake: str, staging
             report = preflight(lake, [server.url], staging=[staging], burst_s=2, limits=LIMITS)
             assert report.passed, report.failures
             assert report.pace is not None
-            # More went through than the share that it would be allowed alone.
-            assert report.pace.tokens > 2 * SHARE * 6 * 512
+            # More than the share that it would be allowed alone: also a compactor that was too slow
+            # to free anything leaves it half of what was free, less the rows lost at ends of parts.
+            assert report.pace.tokens > SHARE * rows
             assert "stay in staging" not in named(report, "burst").found
             assert server.writer is not None
             end = time.monotonic() + 20
-            while server.writer.free_rows() < 6 * 512 and time.monotonic() < end:
+            while server.writer.free_rows() < rows and time.monotonic() < end:
                 time.sleep(0.05)
-            assert server.writer.free_rows() == 6 * 512
+            assert server.writer.free_rows() == rows
         assert not server.violations
     assert hslake.open(lake).sql("select count(*) from samples").fetchall() == [(0,)]
 
 
 def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Path) -> None:
-    with FakeServer(lake, staging, part_tokens=512, max_parts=8, delay=0.25, idle_s=0.3) as server:
+    # Half of the rows last for 3 s: a compactor on a busy machine frees some in time.
+    with FakeServer(lake, staging, part_tokens=256, max_parts=16, delay=0.5, idle_s=0.3) as server:
         with watching(lake, staging):
             end = time.monotonic() + 20
             while not compactor_seen([staging]) and time.monotonic() < end:
                 time.sleep(0.05)
-            report = preflight(lake, [server.url], staging=[staging], burst_s=7, limits=LIMITS)
+            report = preflight(lake, [server.url], staging=[staging], burst_s=12, limits=LIMITS)
     pace = report.pace
     assert pace is not None and pace.compactor_rate is not None and pace.staging_rate is not None
     found = named(report, "forecast")
