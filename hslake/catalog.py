@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from os import environ
 from typing import Any
 from urllib.parse import unquote
 
@@ -143,19 +142,6 @@ class TableState:
 Table = TableState
 
 
-def _options(store: Store) -> dict[str, str] | None:
-    """Options for S3; credentials and endpoint come from the environment."""
-    if store.is_local or not store.root.startswith(("s3://", "s3a://")):
-        return None
-    options = {"aws_conditional_put": "etag"}
-    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
-    if endpoint:
-        options["aws_endpoint_url"] = endpoint
-    if endpoint.startswith("http://"):
-        options["aws_allow_http"] = "true"
-    return options
-
-
 def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> TableState:
     """Make the table, or take over an empty one that an interrupted create left.
 
@@ -170,12 +156,12 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 mode="ignore",
                 name=name,
                 configuration=_CONFIGURATION,
-                storage_options=_options(store),
+                storage_options=store.delta_options(),
                 commit_properties=CommitProperties(max_commit_retries=0),
             )
         except (DeltaError, OSError) as error:
             # Another create was faster; or the answer was lost. Either way the table is there.
-            if not DeltaTable.is_deltatable(store.url(name), _options(store)):
+            if not DeltaTable.is_deltatable(store.url(name), store.delta_options()):
                 raise refusal(store.url(name), error) or Unavailable(
                     f"{store.url(name)}: the table cannot be made: {reason(error)}; look at the "
                     "store and run it again"
@@ -208,7 +194,7 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             newest = _check_log(store, name)
     url = store.url(name)
     try:
-        table = DeltaTable(url, version=version, storage_options=_options(store))
+        table = DeltaTable(url, version=version, storage_options=store.delta_options())
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:

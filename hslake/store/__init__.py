@@ -1,0 +1,23 @@
+"""Objects of a lake, on a local folder or an object store.
+
+`core` is what everybody uses; `local`, `s3` and `anyfs` are the three kinds of places, `aws` the
+settings of S3 for data and manifest alike, `trouble` what their errors mean to a caller.
+"""
+
+from hslake.store.core import Store, Written, check_no_password, open_file, open_store
+from hslake.store.local import sync_dir, sync_file
+from hslake.store.trouble import NoBucket, is_client_error, is_remote_failure, refusal
+
+__all__ = [
+    "NoBucket",
+    "Store",
+    "Written",
+    "check_no_password",
+    "is_client_error",
+    "is_remote_failure",
+    "open_file",
+    "open_store",
+    "refusal",
+    "sync_dir",
+    "sync_file",
+]
