@@ -37,7 +37,7 @@ mon data avail crit = 1
 osd data = $D/osd.0
 mgr data = $D/mgr.x
 [client.rgw.a]
-rgw frontends = beast endpoint=127.0.0.1:$PORT
+rgw frontends = beast endpoint=127.0.0.1:$PORT tcp_nodelay=1
 rgw data = $D/rgw
 EOF
 key() { ceph-authtool "$D/keyring" --gen-key -n "$1" "${@:2}" >/dev/null; }
@@ -47,7 +47,7 @@ key client.admin --cap mon 'allow *' --cap osd 'allow *' --cap mgr 'allow *'
 key osd.0 --cap mon 'allow *' --cap osd 'allow *' --cap mgr 'allow *'
 key mgr.x --cap mon 'allow *' --cap osd 'allow *' --cap mds 'allow *'
 key client.rgw.a --cap mon 'allow *' --cap osd 'allow *' --cap mgr 'allow *'
-monmaptool --create --addv a '[v2:127.0.0.1:40000,v1:127.0.0.1:40001]' --fsid "$ID" "$D/monmap" >/dev/null
+monmaptool --create --addv a "[v2:127.0.0.1:$MON1,v1:127.0.0.1:$MON2]" --fsid "$ID" "$D/monmap" >/dev/null
 ceph-mon -c "$C" --mkfs -i a --monmap "$D/monmap" --keyring "$D/keyring"
 ceph-mon -c "$C" -i a
 sleep 1

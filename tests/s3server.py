@@ -97,7 +97,7 @@ def ceph(folder: Path, gigabytes: int = 2) -> Iterator[Server]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=300,
+            timeout=120,
             check=False,
             text=True,
         )

@@ -29,10 +29,10 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
-from hslake.segment.readback import Sample, check_sample, check_whole, take_sample
+from hslake.segment.readback import Stored, confirm, put_sampled
 from hslake.segment.shard import ShardWriter
 from hslake.spec import LakeSpec
-from hslake.store import Store, Written
+from hslake.store import Store
 
 __all__ = ["SegmentInfo", "SegmentSample", "StatesDiffer", "new_segment_id", "write_segment"]
 
@@ -82,21 +82,19 @@ class _Objects:
     def __init__(self, store: Store, segment_id: str, pool: ThreadPoolExecutor) -> None:
         self.store, self.prefix, self._pool = store, segment_prefix(segment_id), pool
         self.written: list[inventory.Object] = []
-        self._stored: dict[str, tuple[Written, Sample]] = {}
-        self._storing: deque[tuple[Future[inventory.Object], Future[Written], Sample]] = deque()
+        self._stored: dict[str, Stored] = {}
+        self._storing: deque[tuple[Future[inventory.Object], Future[Stored]]] = deque()
 
     def put(self, key: str, pieces: Sequence[bytes]) -> None:
         """Begin to store an object; waits while too many are under way. Raises what storing an
         earlier one raised."""
         while len(self._storing) >= _STORING:
             self._wait()
-        put = self._pool.submit(self.store.put, self.prefix + key, pieces)
-        described = self._pool.submit(inventory.describe, key, pieces)
-        self._storing.append((described, put, take_sample(pieces)))
+        put = self._pool.submit(put_sampled, self.store, self.prefix + key, pieces)
+        self._storing.append((self._pool.submit(inventory.describe, key, pieces), put))
 
     def confirm_all(self, paranoid: bool) -> None:
-        """Wait until everything is stored, then ask the store for every object's size and checksum
-        and read a sample of each back; with `paranoid`, all of it."""
+        """Wait until everything is stored, then make sure of every object."""
         while self._storing:
             self._wait()
         checks = [self._pool.submit(self._confirm, o, paranoid) for o in self.written]
@@ -104,24 +102,18 @@ class _Objects:
             check.result()
 
     def _wait(self) -> None:
-        described, put, sample = self._storing.popleft()
-        written, entry = put.result(), described.result()
-        self._stored[entry.key] = written, sample
+        described, put = self._storing.popleft()
+        stored, entry = put.result(), described.result()
+        self._stored[entry.key] = stored
         self.written.append(entry)
 
     def _confirm(self, entry: inventory.Object, paranoid: bool) -> None:
-        path, (written, sample) = self.prefix + entry.key, self._stored[entry.key]
-        self.store.confirm(path, written)
-        if paranoid:
-            check_whole(self.store, path, entry)
-        else:
-            check_sample(self.store, path, sample)
+        confirm(self.store, self.prefix + entry.key, entry, self._stored[entry.key], paranoid)
 
     def put_inventory(self, text: bytes) -> None:
-        """Write the inventory, last of all, and make sure of every byte of it."""
-        path = self.prefix + INVENTORY
-        self.store.confirm(path, self.store.put(path, text))
-        check_whole(self.store, path, inventory.describe(INVENTORY, [text]))
+        """Store the inventory, last of all, and make sure of every byte of it."""
+        path, entry = self.prefix + INVENTORY, inventory.describe(INVENTORY, [text])
+        confirm(self.store, path, entry, put_sampled(self.store, path, [text]), paranoid=True)
 
     def remove(self) -> None:
         """Take away what was stored of a segment that is given up, as far as that works."""

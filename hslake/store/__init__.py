@@ -4,12 +4,14 @@
 settings of S3 for data and manifest alike, `trouble` what their errors mean to a caller.
 """
 
-from hslake.store.core import Store, Written, check_no_password, open_file, open_store
+from hslake.store.core import Store, check_no_password, open_file, open_store
 from hslake.store.local import sync_dir, sync_file
 from hslake.store.trouble import NoBucket, is_client_error, is_remote_failure, refusal
+from hslake.store.written import Piece, Written
 
 __all__ = [
     "NoBucket",
+    "Piece",
     "Store",
     "Written",
     "check_no_password",

@@ -8,7 +8,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from hslake.errors import InvalidInput
-from hslake.store.written import Written
+from hslake.store.written import Piece, Written
 
 
 class FsspecObjects:
@@ -39,7 +39,7 @@ class FsspecObjects:
     def _key(self, path: str) -> str:
         return f"{self._open()[1]}/{path}".rstrip("/")
 
-    def put(self, path: str, pieces: Sequence[bytes]) -> Written:
+    def put(self, path: str, pieces: Sequence[Piece]) -> Written:
         """Write an object whole."""
         data = b"".join(pieces)
         self.filesystem.pipe_file(self._key(path), data)

@@ -22,7 +22,7 @@ from hslake.errors import (
 )
 from hslake.store import local, s3, trouble
 from hslake.store.anyfs import FsspecObjects
-from hslake.store.written import Written
+from hslake.store.written import Piece, Written
 
 _LOCAL = ("file://", "local://")
 _S3 = ("s3://", "s3a://")
@@ -109,12 +109,12 @@ class Store:
 
     # Writing
 
-    def put(self, path: str, data: bytes | Sequence[bytes]) -> Written:
+    def put(self, path: str, data: bytes | Sequence[Piece]) -> Written:
         """Write `path`, replacing what is there, atomically. `data` may come in pieces.
 
         To S3, large objects go in parts, several at a time; 64 MB of them are held beside `data`.
         """
-        pieces = [data] if isinstance(data, bytes) else data
+        pieces: Sequence[Piece] = [data] if isinstance(data, bytes) else data
         with self.errors(path):
             if not self.is_local:
                 return self._remote.put(path, pieces)

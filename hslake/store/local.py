@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hslake.errors import InvalidInput
+from hslake.store.written import Piece
 
 TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as _temp names them
 
@@ -45,7 +46,7 @@ def make_dirs(folder: Path) -> None:
     sync_dir(folder.parent)
 
 
-def put(target: Path, pieces: Sequence[bytes]) -> None:
+def put(target: Path, pieces: Sequence[Piece]) -> None:
     """Write `target`, replacing what is there, atomically and durably."""
     temp = _temp(target, pieces)
     try:
@@ -66,7 +67,7 @@ def put_new(target: Path, data: bytes) -> None:
     sync_dir(target.parent)
 
 
-def _temp(target: Path, pieces: Sequence[bytes]) -> Path:
+def _temp(target: Path, pieces: Sequence[Piece]) -> Path:
     make_dirs(target.parent)
     temp = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hslake.errors import HslakeError, InvalidInput, Unavailable
 from hslake.store import aws, trouble
-from hslake.store.written import Written
+from hslake.store.written import Piece, Written
 
 _PART = 16 << 20  # bytes; smaller objects are sent whole
 _PARTS = 9_000  # of at most 10,000 that S3 takes
@@ -70,7 +70,7 @@ class S3Objects:
 
     # Writing
 
-    def put(self, path: str, pieces: Sequence[bytes]) -> Written:
+    def put(self, path: str, pieces: Sequence[Piece]) -> Written:
         """Write an object, whole or in parts of which four are under way at a time."""
         size = sum(map(len, pieces))
         part = _part_size(size)
@@ -150,10 +150,22 @@ class S3Objects:
     # Reading
 
     def read(self, path: str) -> bytes:
-        """A whole object."""
+        """A whole object. Raises Unavailable when answers are shorter than it is."""
         import obstore
 
-        return obstore.get(self._store, self._key(path)).bytes().to_bytes()
+        for left in reversed(range(_TRIES)):
+            answer = obstore.get(self._store, self._key(path))
+            data = answer.bytes().to_bytes()
+            tag = (answer.meta["e_tag"] or "").strip('"')
+            if hashlib.md5(data, usedforsecurity=False).hexdigest() == tag:
+                return data
+            # Sent in parts, or a tag that is no MD5; or not the whole of it.
+            size = self.stat(path).size
+            if len(data) == size:
+                return data
+            if left:
+                _pause(_TRIES - left)
+        raise self._short(path, len(data), size)
 
     def read_range(self, path: str, start: int, end: int | None, suffix: int | None) -> memoryview:
         """Bytes [start, end) of an object, or its last `suffix`; fewer where it ends earlier.
@@ -163,9 +175,9 @@ class S3Objects:
         """
         import obstore
 
-        data = self._range(path, start, end, suffix)
-        if data is not None:
-            return data
+        found = self._range(path, start, end, suffix)
+        if found is not None:
+            return found
         # It is shorter than that, or the answer is: only its size can tell.
         for left in reversed(range(_TRIES)):
             size = self.stat(path).size
@@ -174,15 +186,18 @@ class S3Objects:
             if first >= last:
                 return memoryview(b"")
             data = memoryview(
-                obstore.get(self._store, self._key(path), options={"range": (first, last)}).bytes()
+                obstore.get_range(self._store, self._key(path), start=first, end=last)
             )
             if len(data) == last - first:
                 return data
             if left:
                 _pause(_TRIES - left)
-        raise Unavailable(
-            f"{self.root}/{path}: the store answered {len(data)} bytes of {last - first}, "
-            f"{_TRIES} times: look at it and what lies between, then try again"
+        raise self._short(path, len(data), last - first)
+
+    def _short(self, path: str, found: int, wanted: int) -> Unavailable:
+        return Unavailable(
+            f"{self.root}/{path}: the store answered {found} bytes of {wanted}, {_TRIES} times: "
+            "look at it and what lies between, then try again"
         )
 
     def _range(
@@ -194,7 +209,7 @@ class S3Objects:
 
         try:
             if suffix:
-                options = {"range": {"suffix": suffix}}
+                options: Any = {"range": {"suffix": suffix}}
                 data = memoryview(
                     obstore.get(self._store, self._key(path), options=options).bytes()
                 )
@@ -319,13 +334,13 @@ class _Tags:
         self.add(data)
         return data
 
-    def through(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """`pieces`, each taken in on its way to the client, which uploads meanwhile."""
         for piece in pieces:
             self.add(piece)
             yield piece
 
-    def of_all(self, pieces: Sequence[bytes]) -> Written:
+    def of_all(self, pieces: Sequence[Piece]) -> Written:
         """What is to be found in the store, however far the client came with `pieces`."""
         at = 0
         for piece in pieces:

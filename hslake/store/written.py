@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+Piece = bytes | memoryview  # of an object that is to be written; memoryviews are of bytes
+
 
 @dataclass(frozen=True)
 class Written:
