@@ -6,7 +6,7 @@ settings of S3 for data and manifest alike, `trouble` what their errors mean to 
 
 from hslake.store.core import Store, check_no_password, open_file, open_store
 from hslake.store.local import sync_dir, sync_file
-from hslake.store.trouble import NoBucket, is_client_error, is_remote_failure, refusal
+from hslake.store.trouble import NoBucket, is_client_error, refusal, remote_failure
 from hslake.store.written import Piece, Written
 
 __all__ = [
@@ -16,10 +16,10 @@ __all__ = [
     "Written",
     "check_no_password",
     "is_client_error",
-    "is_remote_failure",
     "open_file",
     "open_store",
     "refusal",
+    "remote_failure",
     "sync_dir",
     "sync_file",
 ]

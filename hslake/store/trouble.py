@@ -15,11 +15,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_STORE = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|status code: 507")
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-# What the clients, delta-rs's among them, say of a store that failed, not of what it holds.
-_REMOTE = re.compile(
-    r"Generic \w+ error: (?!.*(?:NoSuchKey|status code: 404))"
-    r"|error sending request|operation timed out|[Pp]ermission ?[Dd]enied|lacked the necessary priv"
-    r"|status code: (?:4(?:0[013]|29)|5\d\d)"
+# What the clients, delta-rs's among them, say of a store that failed, not of what it holds; other
+# libraries (DuckDB, Delta's kernel) pass it on inside messages of their own.
+_FAILED = re.compile(
+    r"(?:Generic (?:S3|GCS|MicrosoftAzure|HTTP) error|The operation lacked the necessary privileges"
+    r"|error sending request|operation timed out)[^\n]*"
 )
 
 
@@ -45,9 +45,9 @@ def refusal(where: str, error: BaseException) -> HslakeError | None:
     )
 
 
-def is_remote_failure(error: BaseException) -> bool:
-    """Whether a client's `error` says that the store failed, not what it holds."""
-    return bool(_REMOTE.search(str(error)))
+def remote_failure(where: str, error: BaseException) -> HslakeError | None:
+    """NoSpace or Unavailable when an S3 client's failure stands somewhere in `error`'s message."""
+    return remote(where, error) if _FAILED.search(str(error)) else None
 
 
 def is_client_error(error: BaseException) -> bool:
@@ -78,6 +78,8 @@ def remote(where: str, error: BaseException) -> HslakeError:
 
 def what_it_said(error: BaseException) -> str:
     """One line on a client's error: its message without the page of details, and the S3 code."""
-    line = reason(error).partition("<?xml")[0].rstrip(" :-")
+    inner = _FAILED.search(str(error))
+    line = without_secrets(inner[0]) if inner else reason(error)
+    line = line.partition("<?xml")[0].rstrip(" :-")
     code = _CODE.search(str(error))
-    return without_secrets(f"{line}: {code[1]}" if code and code[1] not in line else line)
+    return f"{line}: {code[1]}" if code and code[1] not in line else line

@@ -67,8 +67,7 @@ class Proxy:
         class Handler(_Handler):
             owner = proxy
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def choose(self, request: Request) -> str | None:
@@ -115,6 +114,14 @@ def first(n: int, fault: str, when: Callable[[Request], bool] = lambda _: True) 
         return None
 
     return rule
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, *args: object) -> None:
+        """Nothing: clients that gave up have closed their end."""
 
 
 class _Handler(BaseHTTPRequestHandler):
