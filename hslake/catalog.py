@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from os import environ
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,7 +25,7 @@ from deltalake.transaction import AddAction
 
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
-from hslake.store import Store, refusal, sync_dir, sync_file
+from hslake.store import Store, refusal, remote_failure, sync_dir, sync_file
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
 _CONFIGURATION: dict[str, str | None] = {
@@ -38,7 +37,6 @@ _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
 _PART = re.compile(r"part-\d{20}-[0-9a-f]{32}\.parquet")
-_FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _MEND = (
     "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
     "committed: remove it, and what it held is captured again)"
@@ -46,6 +44,14 @@ _MEND = (
 _READERS = 8
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
+_LISTINGS = 8  # of a log whose newest entry they lack
+
+
+def _entry(version: int) -> str:
+    return f"_delta_log/{version:020d}.json"
+
+
+_FIRST_ENTRY = _entry(0)
 
 
 class TableState:
@@ -143,19 +149,6 @@ class TableState:
 Table = TableState
 
 
-def _options(store: Store) -> dict[str, str] | None:
-    """Options for S3; credentials and endpoint come from the environment."""
-    if store.is_local or not store.root.startswith(("s3://", "s3a://")):
-        return None
-    options = {"aws_conditional_put": "etag"}
-    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
-    if endpoint:
-        options["aws_endpoint_url"] = endpoint
-    if endpoint.startswith("http://"):
-        options["aws_allow_http"] = "true"
-    return options
-
-
 def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> TableState:
     """Make the table, or take over an empty one that an interrupted create left.
 
@@ -170,12 +163,12 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 mode="ignore",
                 name=name,
                 configuration=_CONFIGURATION,
-                storage_options=_options(store),
+                storage_options=store.delta_options(),
                 commit_properties=CommitProperties(max_commit_retries=0),
             )
         except (DeltaError, OSError) as error:
             # Another create was faster; or the answer was lost. Either way the table is there.
-            if not DeltaTable.is_deltatable(store.url(name), _options(store)):
+            if not DeltaTable.is_deltatable(store.url(name), store.delta_options()):
                 raise refusal(store.url(name), error) or Unavailable(
                     f"{store.url(name)}: the table cannot be made: {reason(error)}; look at the "
                     "store and run it again"
@@ -197,25 +190,50 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
 def open_table(store: Store, name: str, version: int | None = None) -> TableState:
     """The table at `version` (default: the newest).
 
-    Raises Missing (no table, no such version), Corrupt (an empty or torn log entry) or
-    InvalidInput (another client raised the table's protocol).
+    Raises Missing (no table, no such version), Corrupt (an empty or torn log entry), InvalidInput
+    (another client raised the table's protocol) or Unavailable.
     """
     if version is not None and (type(version) is not int or version < 0):
         raise InvalidInput(f"version: found {version!r}, expected a whole number from 0")
+    if store.is_local or version is not None:
+        return _load(store, name, version)
+    # Delta finds the newest version by listing the log. What a store lists may be old, what it has
+    # under a name is not, so the next entry is asked for by its name.
+    found: TableState | None = None
+    for tried in range(_LISTINGS):
+        try:
+            newer = _load(store, name, None)
+        except Missing:
+            if not store.exists(f"{name}/{_FIRST_ENTRY}"):
+                raise
+        else:
+            if not store.exists(f"{name}/{_entry(newer.version + 1)}"):
+                return newer
+            if found is not None and newer.version > found.version:
+                return newer  # others commit faster than we look: it is newer than this call
+            found = newer
+        time.sleep(random.uniform(0, 0.05 * 2**tried))
+    raise Unavailable(
+        f"{store.url(name)}: the store's listing lacks entries of the table's log that are there: "
+        "it lists what was, not what is; try again later"
+    )
+
+
+def _load(store: Store, name: str, version: int | None) -> TableState:
     newest = None
     if store.is_local:
         with store.errors(name):
             newest = _check_log(store, name)
     url = store.url(name)
     try:
-        table = DeltaTable(url, version=version, storage_options=_options(store))
+        table = DeltaTable(url, version=version, storage_options=store.delta_options())
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
-        _check_access(store, name)  # raises Unavailable when that is the reason
-        refused = refusal(url, e)
+        refused = remote_failure(url, e) or refusal(url, e)
         if refused is not None:
             raise refused from e
+        _check_access(store, name)  # raises Unavailable when that is the reason
         if version is not None:
             last = open_table(store, name).version
             if version > last:

@@ -80,21 +80,23 @@ def compact(
     progress: Bar | None = None,
     stop: Callable[[], bool] = lambda: False,
     interval_s: float = 1.0,
+    paranoid: bool = False,
 ) -> CompactReport:
     """Move every complete sample from staging into the lake; with `watch`, until `stop()`.
 
     `watch` leaves a live writer's part until it is sealed (full, or idle for some seconds): taken
     as they come, samples would end in a segment and a commit each. Without it everything complete
-    is taken. `stop` is asked between segments. A part of another lake or model, and one that does
-    not read, is reported and left alone; the others go on. Raises Missing for a staging folder that
-    is not there (or no lake), before anything is written, Corrupt for a damaged plan.
+    is taken. `stop` is asked between segments. `paranoid` reads every object back whole before its
+    segment is committed, not only a sample of its bytes. A part of another lake or model, and one
+    that does not read, is reported and left alone; the others go on. Raises Missing for a staging
+    folder that is not there (or no lake), before anything is written, Corrupt for a damaged plan.
     """
     report, roots = CompactReport(), [Path(r) for r in staging_roots]
     sound: set[str] = set()
     told: list[str] = []
     while True:
         try:
-            _pass(lake_url, roots, watch, segment_tokens, progress, sound, report, stop)
+            _pass(lake_url, roots, watch, segment_tokens, progress, sound, report, stop, paranoid)
         except _Stopped:
             report.stopped = True
             return report
@@ -133,6 +135,7 @@ def _pass(
     sound: set[str],
     report: CompactReport,
     stop: Callable[[], bool],
+    paranoid: bool,
 ) -> None:
     """`sound`: files of the plan that earlier passes checked."""
     spec = read_spec(lake_url)
@@ -169,7 +172,7 @@ def _pass(
         for batch in batches(wanted, segment_tokens or lake.spec.geometry.segment_tokens):
             if stop():
                 raise _Stopped
-            _publish(lake, batch, report, progress)
+            _publish(lake, batch, report, progress, paranoid)
             left -= Counter(pick.part.path for pick in batch)
             # At once: a live writer may be waiting for the room.
             _free(s for s in sources if not left[s.info.path])
@@ -283,17 +286,19 @@ def _is_probe(row: Reserved) -> bool:
     return row.sample_id.startswith(PROBE_PREFIX)
 
 
-def _publish(lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None) -> None:
+def _publish(
+    lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None, paranoid: bool
+) -> None:
     """Store a batch; again under a new id when a vacuum takes the unfinished segment away, and
     without the samples that are damaged in staging."""
     for left in reversed(range(_TRIES)):
         try:
-            return _publish_once(lake, batch, report, progress)
+            return _publish_once(lake, batch, report, progress, paranoid)
         except StatesDiffer:
             sound = _sound(batch, report)
             if len(sound) == len(batch):
                 raise  # staging is as it was captured: the damage was done here
-            return _publish(lake, sound, report, progress) if sound else None
+            return _publish(lake, sound, report, progress, paranoid) if sound else None
         except (Condemned, Missing) as error:  # condemned, or its objects are gone already
             if not left:
                 raise
@@ -310,10 +315,14 @@ def _sound(batch: list[Pick], report: CompactReport) -> list[Pick]:
 
 
 def _publish_once(
-    lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None
+    lake: Lake, batch: list[Pick], report: CompactReport, progress: Bar | None, paranoid: bool
 ) -> None:
     info = write_segment(
-        lake.store, lake.spec, new_segment_id(), (segment_sample(p) for p in batch)
+        lake.store,
+        lake.spec,
+        new_segment_id(),
+        (segment_sample(p) for p in batch),
+        paranoid=paranoid,
     )
     starts = dict(info.placements)
     added: list[Pick] = []

@@ -25,7 +25,7 @@ import pyarrow as pa
 from hslake import schemas
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing, NoSpace, Unavailable
 from hslake.spec import LakeSpec
-from hslake.store import Store, open_store
+from hslake.store import Store, open_store, remote_failure
 from hslake.views import HIDES, LOGS, TOMBSTONES, VIEWS
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _unreadable(con: duckdb.DuckDBPyConnection, files: Sequence[str]) -> HslakeE
         except Unavailable as error:
             return error
         except (Missing, duckdb.Error) as error:
-            return Corrupt(
+            return remote_failure(path, error) or Corrupt(
                 f"{path}: a file of the lake's tables cannot be read: {_first_line(error)}; a "
                 "table needs every file that its log names: restore it from a copy"
             )
@@ -384,6 +384,8 @@ def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
             f"the query needs more memory than it may use: {_first_line(error)}. Select fewer "
             f"columns or rows, or set {MEMORY}, for example to 8GB"
         )
+    if unreachable := remote_failure("the lake's tables", error):
+        return unreachable
     if not isinstance(error, _ABOUT_SQL):
         (allowed,) = con.execute("select current_setting('allowed_paths')").fetchall()[0]
         damage = _unreadable(con, allowed)
@@ -397,4 +399,4 @@ def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,13 +24,15 @@ _LOG = logging.getLogger(__name__)
 class VacuumReport:
     """What was found, how many bytes it takes, and whether it was removed.
 
-    `segments`: those that no row names; `leftovers`: files that a killed writer never finished.
+    `segments`: those that no row names; `leftovers`: files that a killed writer never finished;
+    `uploads`: keys of multipart uploads that were never ended (their bytes are not counted).
     """
 
     segments: tuple[str, ...]
     bytes: int
     removed: bool
     leftovers: tuple[str, ...] = ()
+    uploads: tuple[str, ...] = ()
 
 
 # Younger unfinished files may be somebody's who is writing them, whatever `retain` says.
@@ -68,18 +70,22 @@ def vacuum(
     named = manifest.segments(catalog.open_table(lake.store, "manifest"), "add")
     limit = datetime.now(UTC) - retain
     orphans = sorted(s for s in stored - named if _born(s) < limit)
-    left = lake.store.leftovers(min(limit, datetime.now(UTC) - _AT_WORK).timestamp())
+    before = min(limit, datetime.now(UTC) - _AT_WORK).timestamp()
+    left, uploads = lake.store.leftovers(before), lake.store.uploads(before)
+    keys = tuple(key for key, _ in uploads)
     size = sum(lake.store.size(p) for p in objects if p.split("/")[1] in set(orphans))
     size += sum(left.values())
     if dry_run:
-        return VacuumReport(tuple(orphans), size, False, tuple(left))
+        return VacuumReport(tuple(orphans), size, False, tuple(left), keys)
     removed = _remove_orphans(lake, objects, orphans) if orphans else ()
     for path in left:
         lake.store.delete(path)
+    for key, upload_id in uploads:
+        lake.store.abort_upload(key, upload_id)
     for segment in lake.store.folders("segments"):
         if segment not in named and _born(segment) < limit:
             lake.store.delete_empty(f"segments/{segment}")
-    return VacuumReport(removed, size, bool(removed or left), tuple(left))
+    return VacuumReport(removed, size, bool(removed or left or uploads), tuple(left), keys)
 
 
 def _remove_orphans(lake: Lake, objects: list[str], orphans: list[str]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ _STILL = " still arriving; one that was cut short is given up after an hour of s
 @examples(
     "hslake compact LAKE --staging /dev/shm/hslake",
     "hslake compact LAKE --staging /dev/shm/hslake --watch",
+    "hslake compact s3://bucket/lake --staging /dev/shm/hslake --paranoid",
     "hslake compact LAKE --staging /dev/shm/a --staging /dev/shm/b --json",
 )
 def compact(
@@ -41,6 +42,12 @@ def compact(
         str | None,
         typer.Option(metavar="N", help="Most tokens of a segment (default: the lake's geometry)."),
     ] = None,
+    paranoid: Annotated[
+        bool,
+        typer.Option(
+            "--paranoid", help="Read all that was stored back before it is committed, not a sample."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Move complete samples from staging into the lake and free their staging.
@@ -85,6 +92,7 @@ def compact(
                 progress=bar,
                 stop=lambda: stopping,
                 interval_s=interval,
+                paranoid=paranoid,
             )
     finally:
         for sign, handler in before:

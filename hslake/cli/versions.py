@@ -104,6 +104,8 @@ def vacuum(
     print(f"{verb} {count} orphaned segments; {format_bytes(report.bytes)} in all")
     for segment in report.segments:
         print(f"  {segment}")
+    if report.uploads:
+        print(f"{verb} {len(report.uploads)} uploads that killed writers never ended")
     if report.leftovers:
         print(f"{verb} {len(report.leftovers)} files that killed writers never finished")
     for path in report.leftovers:

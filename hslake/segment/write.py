@@ -29,6 +29,7 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
+from hslake.segment.readback import Stored, confirm, put_sampled
 from hslake.segment.shard import ShardWriter
 from hslake.spec import LakeSpec
 from hslake.store import Store
@@ -81,35 +82,38 @@ class _Objects:
     def __init__(self, store: Store, segment_id: str, pool: ThreadPoolExecutor) -> None:
         self.store, self.prefix, self._pool = store, segment_prefix(segment_id), pool
         self.written: list[inventory.Object] = []
-        self._storing: deque[tuple[Future[inventory.Object], Future[None]]] = deque()
+        self._stored: dict[str, Stored] = {}
+        self._storing: deque[tuple[Future[inventory.Object], Future[Stored]]] = deque()
 
     def put(self, key: str, pieces: Sequence[bytes]) -> None:
         """Begin to store an object; waits while too many are under way. Raises what storing an
         earlier one raised."""
         while len(self._storing) >= _STORING:
             self._wait()
-        put = self._pool.submit(self.store.put, self.prefix + key, pieces)
+        put = self._pool.submit(put_sampled, self.store, self.prefix + key, pieces)
         self._storing.append((self._pool.submit(inventory.describe, key, pieces), put))
 
-    def confirm_all(self) -> None:
-        """Wait until everything is stored, then ask the store for every object's size."""
+    def confirm_all(self, paranoid: bool) -> None:
+        """Wait until everything is stored, then make sure of every object."""
         while self._storing:
             self._wait()
-        for o in self.written:
-            self.confirm(o.key, o.size)
+        checks = [self._pool.submit(self._confirm, o, paranoid) for o in self.written]
+        for check in checks:
+            check.result()
 
     def _wait(self) -> None:
         described, put = self._storing.popleft()
-        put.result()
-        self.written.append(described.result())
+        stored, entry = put.result(), described.result()
+        self._stored[entry.key] = stored
+        self.written.append(entry)
 
-    def confirm(self, key: str, size: int) -> None:
-        found = self.store.size(self.prefix + key)
-        if found != size:
-            raise Corrupt(
-                f"{self.store.url(self.prefix + key)}: the store holds {found} bytes, {size} were "
-                "written; nothing was committed: check the store and compact again"
-            )
+    def _confirm(self, entry: inventory.Object, paranoid: bool) -> None:
+        confirm(self.store, self.prefix + entry.key, entry, self._stored[entry.key], paranoid)
+
+    def put_inventory(self, text: bytes) -> None:
+        """Store the inventory, last of all, and make sure of every byte of it."""
+        path, entry = self.prefix + INVENTORY, inventory.describe(INVENTORY, [text])
+        confirm(self.store, path, entry, put_sampled(self.store, path, [text]), paranoid=True)
 
     def remove(self) -> None:
         """Take away what was stored of a segment that is given up, as far as that works."""
@@ -245,16 +249,18 @@ def write_segment(
     samples: Iterable[SegmentSample],
     *,
     threads: int | None = None,
+    paranoid: bool = False,
 ) -> SegmentInfo:
     """Write a whole segment; it becomes visible only by the manifest commit that follows.
 
     Holds in memory, encoded: the shard that is being filled, two that are being stored, and the
     samples that are encoded ahead, which are one shard and one sample together; a shard of the
-    design's model takes about 320 MB. Samples are read when their turn comes.
+    design's model takes about 320 MB. Samples are read when their turn comes. With `paranoid`,
+    every object is read back whole and compared by its digest, instead of a sample of its bytes.
 
     Raises InvalidInput for samples that do not fit the spec (or none at all), StatesDiffer when
     states do not have the checksum of their capture (nothing is left of the segment then), Corrupt
-    when stored sizes disagree.
+    when the store does not hold what was sent.
     """
     count = threads or default_threads()
     # Two pools: hashing and writing must not queue behind chunks that are to be encoded.
@@ -262,7 +268,7 @@ def write_segment(
     storers = ThreadPoolExecutor(2 * _STORING, initializer=_step_back)
     objects = _Objects(store, segment_id, storers)
     try:
-        return _write(spec, segment_id, _encoded(spec, samples, encoders), objects)
+        return _write(spec, segment_id, _encoded(spec, samples, encoders), objects, paranoid)
     except StatesDiffer:
         objects.remove()
         raise
@@ -276,6 +282,7 @@ def _write(
     segment_id: str,
     samples: Iterable[tuple[SegmentSample, int, list[list[bytes]]]],
     objects: _Objects,
+    paranoid: bool,
 ) -> SegmentInfo:
     grid, size = hidden_grid(spec), spec.geometry.chunk_tokens
     placements: list[tuple[str, int]] = []
@@ -315,9 +322,8 @@ def _write(
             objects.put(g.key(number), writer.finish())
     for key, data in metadata_documents(spec, segment_id, tokens).items():
         objects.put(key, [data])
-    objects.confirm_all()
+    objects.confirm_all(paranoid)
     text = inventory.build(segment_id, objects.written)
-    objects.store.put(objects.prefix + INVENTORY, text)
-    objects.confirm(INVENTORY, len(text))
+    objects.put_inventory(text)
     stored = sum(o.size for o in objects.written) + len(text)
     return SegmentInfo(segment_id, placements, tokens, raw_bytes, stored, inventory.digest(text))
