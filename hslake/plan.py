@@ -350,7 +350,7 @@ def _report(
 
 def _ratio(store: Store, spec: LakeSpec) -> tuple[float, str]:
     """(stored / raw, where it comes from), as the named query `forecast` says."""
-    files = {"manifest": catalog.open_table(store, "manifest").files(), "plan": []}
+    files = {"manifest": catalog.open_table(store, "manifest").row_files(), "plan": []}
     sql, params = query.resolve("forecast", None)
     with query.connect_files(files, spec, query.filesystem(store)) as con:
         found = query.execute(con, sql, params).to_pylist()[0]

@@ -80,7 +80,7 @@ def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     """A read-only connection with the views of `lake` at the version it is open at."""
     tables = {"manifest": lake.manifest_table(), "plan": lake.plan_table()}
     return connect_files(
-        {name: table.files() for name, table in tables.items()},
+        {name: table.row_files() for name, table in tables.items()},
         lake.spec,
         filesystem(lake.store),
         {name: table.change_files() for name, table in tables.items()},
