@@ -6,13 +6,12 @@ in version V + 1 or nowhere. Nothing is ever updated or removed.
 
 import contextlib
 import json
+import os
 import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from os import environ
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -62,8 +61,12 @@ class TableState:
 
     def commit_file(self, version: int) -> str | None:
         """Name of the file that the commit of `version` added; None when it added none."""
+        return self.commit_files().get(version)
+
+    def commit_files(self) -> dict[int, str]:
+        """version -> name of the file that its commit added, for those that added one."""
         names = (u.rpartition("/")[2] for u in self.files())
-        return next((n for n in names if n.startswith(f"part-{version:020d}-")), None)
+        return {v: n for n in names if (v := rollup.version_of(n)) is not None}
 
     def strays(self) -> list[str]:
         """Parquet files in the table's folder that no entry of its log names."""
@@ -148,19 +151,29 @@ class TableState:
             if url not in done:
                 self._read(url, arrow_schema(self.name))
                 done.add(url)
+        for path in self.bad_rollups(done):
+            raise Corrupt(
+                f"{self.store.url(path)} is not what the files hold that it is a copy of: "
+                f"{deltalog.REPAIR}"
+            )
+
+    def bad_rollups(self, sound: set[str] | None = None) -> list[str]:
+        """Paths of roll-ups that differ from the files they are copies of, or do not read."""
+        schema, done, found = arrow_schema(self.name), sound if sound is not None else set(), []
         base = self.store.url(self.name)
         for block in self._cover():
-            if isinstance(block, str) or (url := f"{base}/{block.name}") in done:
+            if isinstance(block, str) or block.name in done:
                 continue
-            parts = [f"{base}/{part}" for part in block.parts]
-            schema = arrow_schema(self.name)
-            rolled_up, single = self._read(url, schema), self.read(parts, schema)
-            if tablefile.encode(rolled_up) != tablefile.encode(single):
-                raise Corrupt(
-                    f"{url} is not what its {len(parts)} parts hold together: it is only a copy "
-                    "of them, remove it"
-                )
-            done.add(url)
+            parts = self.read([f"{base}/{part}" for part in block.parts], schema)
+            try:
+                whole = self._read(f"{base}/{block.name}", schema)
+            except Corrupt:
+                whole = None
+            if whole is None or tablefile.encode(whole) != tablefile.encode(parts):
+                found.append(f"{self.name}/{block.name}")
+            else:
+                done.add(block.name)
+        return found
 
     def _read(self, url: str, schema: pa.Schema) -> pa.Table:
         path = url.removeprefix(self.store.root).lstrip("/")
@@ -176,10 +189,6 @@ class TableState:
         """The version that transaction `txn_id` made, or None."""
         return self._table.transaction_version(txn_id)
 
-    def history(self) -> list[dict[str, Any]]:
-        """Commits, newest first, as Delta reports them."""
-        return self._table.history()
-
 
 Table = TableState
 
@@ -189,7 +198,7 @@ def _options(store: Store) -> dict[str, str] | None:
     if store.is_local or not store.root.startswith(("s3://", "s3a://")):
         return None
     options = {"aws_conditional_put": "etag"}
-    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if endpoint:
         options["aws_endpoint_url"] = endpoint
     if endpoint.startswith("http://"):
@@ -379,6 +388,10 @@ def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transa
         [add],
         mode="append",
         schema=state._table.schema(),
-        commit_properties=CommitProperties(max_commit_retries=0, app_transactions=[txn]),
+        commit_properties=CommitProperties(
+            max_commit_retries=0,
+            app_transactions=[txn],
+            custom_metadata={deltalog.BY: deltalog.who()},
+        ),
         post_commithook_properties=_HOOKS,
     )

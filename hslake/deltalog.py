@@ -4,18 +4,22 @@ After a power cut the newest entry may have its name without its content. Delta 
 without those rows and say nothing, so the log is looked at before Delta is asked.
 """
 
+import getpass
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hslake.errors import Corrupt
+from hslake.errors import Corrupt, Missing, reason
 from hslake.store import Store, sync_dir, sync_file
 
 LOG = "_delta_log"
 HINT = "_last_checkpoint"
+BY = "hslake.by"  # in a log entry: who committed
 _ENTRY = re.compile(r"(\d{20})\.json")
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\..+)?\.parquet")
 # An entry may stand on another writer's that is not durable yet: so whoever commits makes the ones
@@ -145,3 +149,34 @@ def sync(store: Store, name: str, version: int) -> None:
             sync_file(path)
     sync_dir(folder)
     sync_dir(folder.parent)
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """`by`: user@host, "" in older commits; `transaction`: its id, which begins with its kind."""
+
+    by: str
+    transaction: str
+
+
+def commit_info(store: Store, name: str, version: int) -> CommitInfo:
+    """Who made a version of a table, local or not, and in which transaction. Raises Corrupt."""
+    path = f"{name}/{LOG}/{version:020d}.json"
+    try:
+        actions = [json.loads(line) for line in store.read(path).splitlines() if line.strip()]
+        info: dict[str, Any] = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
+        txn = next((a["txn"]["appId"] for a in actions if "txn" in a), "")
+    except (Missing, ValueError, TypeError, KeyError) as error:
+        raise Corrupt(
+            f"{store.url(path)}: the log entry cannot be read: {reason(error)}; {REPAIR}"
+        ) from None
+    return CommitInfo(str(info.get(BY, "")), str(txn))
+
+
+def who() -> str:
+    """This process's user and machine, for a commit's `BY`."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
