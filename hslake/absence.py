@@ -14,9 +14,11 @@ def why_absent(lake: Lake, sample_id: str) -> str:
     params = {"id": sample_id}
     text = """
         select op, reason, committed_at, commit_version from manifest
-        where sample_id = $id and op in ('delete', 'hide') order by commit_version desc limit 1"""
+        where sample_id = $id and op in ('delete', 'hide')
+        order by commit_version desc, op limit 1"""
     found = query.run(lake, text, params).to_pylist()
     planned = query.run(lake, "select 1 from plan where sample_id = $id", params).num_rows > 0
+    newest = catalog.open_table(lake.store, "manifest").version
     more = "extract captures it again" if planned else "it is not planned any more"
     if found:
         row = found[0]
@@ -25,7 +27,8 @@ def why_absent(lake: Lake, sample_id: str) -> str:
         if row["op"] == "delete":
             return f"it was deleted ({at}{why})" + ("; it was planned again" if planned else "")
         return f"it is hidden ({at}{why}); {more}"
-    return "it is planned and not captured yet" if planned else "it is not in the plan either"
+    what = "it is planned and not captured yet" if planned else "it is not in the plan either"
+    return what if newest == lake.version else f"{what}; refresh, the lake is at version {newest}"
 
 
 def why_gone(store: Store, version: int, segment_id: str) -> Missing | None:

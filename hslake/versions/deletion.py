@@ -97,8 +97,8 @@ def delete(
         return report
     if chosen.tombstones:
         _tombstone(lake, chosen.tombstones)
-    if chosen.tombstones or chosen.markers:
-        _hide(lake, chosen.ids, reason)
+    if chosen.markers or chosen.live:
+        _hide(lake, chosen, reason)
     # What was committed of these ids since the look is hidden now, too.
     segments = chosen.segments | manifest.holding(
         catalog.open_table(lake.store, "manifest"), chosen.ids
@@ -153,21 +153,21 @@ def _tombstone(lake: Lake, ids: Collection[str]) -> None:
     catalog.commit(lake.store, "plan", lambda _: table, f"delete-{uuid.uuid4().hex}")
 
 
-def _hide(lake: Lake, ids: Collection[str], reason: str) -> None:
-    """Hide what is live of `ids`, and mark all of them as deleted, in one commit."""
+def _hide(lake: Lake, chosen: Selection, reason: str) -> None:
+    """Hide what is live of the ids, and mark them as deleted, in one commit."""
     why = f"{_DELETED}: {reason}" if reason else _DELETED
 
     def build(state: catalog.TableState) -> pa.Table | None:
         live = manifest.live(state)
         hides = [
             {**row, "op": "hide", "committed_at": datetime.now(UTC), "reason": why}
-            for row in manifest.add_rows(state, ids)
+            for row in manifest.add_rows(state, chosen.ids)
             if (row["sample_id"], row["segment_id"]) in live
         ]
         now = datetime.now(UTC)
         marks = [
             {"op": "delete", "sample_id": i, "committed_at": now, "reason": reason or None}
-            for i in sorted(ids)
+            for i in sorted(chosen.markers)
         ]
         return manifest.rows([*hides, *marks])
 

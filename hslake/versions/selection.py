@@ -67,9 +67,9 @@ def select(lake: Lake, where: str) -> Selection:
         if row["sample_id"] in ids:
             lengths[row["sample_id"]] = row["length"]
     now_live = ids & live.keys()
-    # Each run writes a tombstone and then a marker for the ids that it concerns: where there are
-    # more of the first, it was killed in between.
-    tombstones = {i for i in ids if i in now_live or i in now_planned or not tombs[i]}
+    # Each run writes a tombstone and then a marker for the same ids: where there are more of the
+    # first, it was killed in between.
+    tombstones = {i for i in ids if i in now_planned or not tombs[i]}
     return Selection(
         ids=frozenset(ids),
         live=frozenset(now_live),
