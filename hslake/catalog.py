@@ -133,12 +133,18 @@ class TableState:
     def _rows(self, file: str | rollup.Block, schema: pa.Schema) -> pa.Table:
         if isinstance(file, str):
             return self._read(file, schema)
+        found = self._rolled_up(file, schema)
+        if found is not None:
+            return found
         base = self.store.url(self.name)
+        return pa.concat_tables([self._read(f"{base}/{part}", schema) for part in file.parts])
+
+    def _rolled_up(self, block: rollup.Block, schema: pa.Schema) -> pa.Table | None:
+        """The rows of a roll-up; None when it does not read: it is only a copy."""
         try:
-            return self._read(f"{base}/{file.name}", schema)
-        except Corrupt:  # it is only a copy
-            parts = [self._read(f"{base}/{part}", schema) for part in file.parts]
-            return pa.concat_tables(parts)
+            return tablefile.decode(self.store.read(f"{self.name}/{block.name}"), schema)
+        except (Missing, pa.ArrowException, OSError):
+            return None
 
     def check(self, sound: set[str] | None = None) -> None:
         """Read every file, page checksums included, one at a time, and compare the roll-ups with
@@ -165,10 +171,7 @@ class TableState:
             if isinstance(block, str) or block.name in done:
                 continue
             parts = self.read([f"{base}/{part}" for part in block.parts], schema)
-            try:
-                whole = self._read(f"{base}/{block.name}", schema)
-            except Corrupt:
-                whole = None
+            whole = self._rolled_up(block, schema)
             if whole is None or tablefile.encode(whole) != tablefile.encode(parts):
                 found.append(f"{self.name}/{block.name}")
             else:
@@ -321,8 +324,10 @@ def commit(
         data = tablefile.fill(rows, name, version)
         path = f"part-{version:020d}-{uuid.uuid4().hex}.parquet"
         body = tablefile.encode(data)
-        # The data is durable before the log can name it.
+        # The data is durable before the log can name it, and so is what the entry stands on.
         store.put(f"{name}/{path}", body)
+        with store.errors(name):
+            deltalog.sync_base(store, name, state.version)
         try:
             _append(state, path, len(body), data, Transaction(txn_id, version))
         except Exception as error:

@@ -22,9 +22,6 @@ HINT = "_last_checkpoint"
 BY = "hslake.by"  # in a log entry: who committed
 _ENTRY = re.compile(r"(\d{20})\.json")
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\..+)?\.parquet")
-# An entry may stand on another writer's that is not durable yet: so whoever commits makes the ones
-# before it durable too. No more writers than this are between their entry and its sync.
-_BEFORE = 16
 REPAIR = "`hslake repair LAKE --dry-run` says what can be done"
 _RESTORE = "restore the entry from a copy"
 
@@ -136,14 +133,26 @@ def problems(store: Store, name: str) -> Iterator[tuple[int, str]]:
             yield at, wrong
 
 
+def sync_base(store: Store, name: str, version: int) -> None:
+    """Make the entry of `version` durable, before one that stands on it is made.
+
+    It may be another writer's who has not come to that yet. As everybody does it, only the newest
+    entry can be torn by a power cut.
+    """
+    path = store.local(f"{name}/{LOG}/{version:020d}.json")
+    if store.is_local and path.exists():
+        sync_file(path)
+
+
 def sync(store: Store, name: str, version: int) -> None:
-    """Make the entry of `version`, the last ones before it, and the checkpoint that may have
-    followed it durable."""
+    """Make the entry of `version`, and the checkpoint that may have followed it, durable."""
     if not store.is_local:
         return
     folder = store.local(f"{name}/{LOG}")
-    files = [folder / f"{v:020d}.json" for v in range(max(0, version - _BEFORE), version + 1)]
-    files += [folder / f"{version:020d}.checkpoint.parquet", folder / HINT]
+    files = [folder / f"{version:020d}.json"]
+    checkpoint = folder / f"{version:020d}.checkpoint.parquet"
+    if checkpoint.exists():
+        files += [checkpoint, folder / HINT]
     for path in files:
         if path.exists():
             sync_file(path)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 FOLDER = "_rollup"
 FACTOR = 32
 _SPANS = (FACTOR**3, FACTOR**2, FACTOR)
-_PART = re.compile(r"part-(\d{20})-[0-9a-f]{32}\.parquet")
+_PART = re.compile(r"part-(\d{20})-[0-9a-f]{32}(?:-[0-9a-f]{32})?\.parquet")
 
 
 @dataclass(frozen=True)
