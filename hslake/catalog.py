@@ -193,9 +193,6 @@ class TableState:
         return self._table.transaction_version(txn_id)
 
 
-Table = TableState
-
-
 def _options(store: Store) -> dict[str, str] | None:
     """Options for S3; credentials and endpoint come from the environment."""
     if store.is_local or not store.root.startswith(("s3://", "s3a://")):
