@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from hslake import catalog, manifest
 from hslake.compactreport import CompactReport, tell
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.errors import Corrupt, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
+from hslake.manifest import Condemned, Deleted, refuse_condemned, refuse_deleted
 from hslake.ownership import is_ours, take, tell_closed
 from hslake.picks import Doubt, Pick, batches, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
-from hslake.segment.write import StatesDiffer, new_segment_id, write_segment
+from hslake.segment.write import StatesDiffer, new_segment_id, remove_segment, write_segment
 from hslake.spec import LakeSpec, read_spec
 from hslake.staging.check import check_part
 from hslake.staging.folder import COMPACT_LOCK, remove_remains, remove_writer
@@ -51,10 +52,6 @@ log = logging.getLogger("hslake.compact")
 DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
 _TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.1  # between looks at `stop` while waiting
-
-
-class Condemned(Conflict):
-    """A vacuum has condemned a segment that was about to be committed."""
 
 
 class _Stopped(Exception):
@@ -294,6 +291,10 @@ def _publish(
     for left in reversed(range(_TRIES)):
         try:
             return _publish_once(lake, batch, report, progress, paranoid)
+        except Deleted as error:
+            rest = [p for p in batch if p.row.sample_id not in error.ids]
+            report.abandoned["deleted"] = report.abandoned.get("deleted", 0) + len(error.ids)
+            return _publish(lake, rest, report, progress, paranoid) if rest else None
         except StatesDiffer:
             sound = _sound(batch, report)
             if len(sound) == len(batch):
@@ -329,11 +330,17 @@ def _publish_once(
 
     def build(state: catalog.TableState) -> pa.Table | None:
         refuse_condemned(state, info.segment_id)
+        # `lake` says what was planned: whatever was deleted since must not come back.
+        refuse_deleted(state, starts.keys(), lake.version)
         live = manifest.live_ids(state)
         added[:] = [p for p in batch if p.row.sample_id not in live]
         return manifest.rows(manifest_row(p, starts[p.row.sample_id], info) for p in added)
 
-    report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
+    try:
+        report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
+    except Deleted:
+        remove_segment(lake.store, info.segment_id)  # no commit names it, and none will
+        raise
     report.segments += 1
     report.samples += len(added)
     report.tokens += sum(p.row.length for p in added)
@@ -344,15 +351,6 @@ def _publish_once(
         progress.advance(tokens)
         progress.note(
             f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}"
-        )
-
-
-def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
-    """Raise Condemned when a vacuum took the segment for an orphan: it must be written again."""
-    if segment_id in manifest.segments(state, "condemn"):
-        raise Condemned(
-            f"segment {segment_id} was condemned by a vacuum before it was committed: run compact "
-            "again, the samples are still in staging"
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hslake import catalog, modelinfo
-from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.segment.read import SegmentReader
 from hslake.spec import (
     DTYPES,
@@ -166,9 +166,11 @@ class Lake:
             text = f"{columns} {table} where sample_id = $id"
             rows = query.execute(self._lookups, text, {"id": sample_id}).to_pylist()
         if not rows:
+            from hslake.absence import why_absent
+
             raise Missing(
-                f"{self.url} has no sample {sample_id!r} at version {self.version}: see "
-                "`hslake query LAKE gaps`, or refresh"
+                f"{self.url} has no sample {sample_id!r} at version {self.version}: "
+                f"{why_absent(self, sample_id)}"
             )
         return SampleLocation(**rows[0])
 
@@ -180,12 +182,18 @@ class Lake:
     ) -> Sample:
         """Read a sample: all of it, or some streams and a slice of its rows (only their chunks).
 
-        Raises Missing, InvalidInput (unknown stream), Corrupt (naming the damaged chunk).
+        Raises Missing (also when a vacuum has removed its segment since this version), InvalidInput
+        (unknown stream), Corrupt (naming the damaged chunk).
         """
         at = self.location(sample_id)
-        hidden, ids, mask = self._reader.sample(
-            at.segment_id, at.token_start, at.length, streams, rows
-        )
+        try:
+            hidden, ids, mask = self._reader.sample(
+                at.segment_id, at.token_start, at.length, streams, rows
+            )
+        except Corrupt as error:
+            from hslake.absence import why_gone
+
+            raise why_gone(self.store, self.version, at.segment_id) or error from error
         names = self.spec.streams if streams is None else stream_names(streams)
         return Sample(
             at.sample_id, at.source, at.split, at.length, names, self.spec.dtype, hidden, ids, mask
@@ -197,10 +205,16 @@ def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
     return Lake(store, spec, manifest, catalog.open_table(store, "plan"))
 
 
-def open_lake(url: str | PathLike[str], version: int | None = None) -> Lake:
-    """Open the lake at `url`, at a manifest version (default: the newest). Raises Missing."""
+def open_lake(url: str | PathLike[str], version: int | str | None = None) -> Lake:
+    """Open the lake at `url`, at a manifest version or the one that a pin of this name names
+    (default: the newest). Raises Missing."""
     store = open_store(url)
-    return _open(store, read_spec(store.url()), version)
+    spec = read_spec(store.url())
+    if isinstance(version, str):
+        from hslake.pins import version_of
+
+        version = int(version) if version.isdecimal() else version_of(store, version)
+    return _open(store, spec, version)
 
 
 def create(

@@ -34,7 +34,14 @@ from hslake.segment.shard import ShardWriter
 from hslake.spec import LakeSpec
 from hslake.store import Store
 
-__all__ = ["SegmentInfo", "SegmentSample", "StatesDiffer", "new_segment_id", "write_segment"]
+__all__ = [
+    "SegmentInfo",
+    "SegmentSample",
+    "StatesDiffer",
+    "new_segment_id",
+    "remove_segment",
+    "write_segment",
+]
 
 _STORING = 2  # shards that are being hashed and written, or wait for it
 _NICE = 10  # of the threads that encode and store
@@ -125,6 +132,13 @@ class _Objects:
                 self.store.delete(self.prefix + o.key)
         with contextlib.suppress(Exception):
             self.store.delete_empty(self.prefix)
+
+
+def remove_segment(store: Store, segment_id: str) -> None:
+    """Take away the objects of a segment that no commit can name (any more)."""
+    with ThreadPoolExecutor(2 * _STORING) as pool:
+        list(pool.map(store.delete, store.list(f"segments/{segment_id}")))
+    store.delete_empty(f"segments/{segment_id}")
 
 
 def _check(spec: LakeSpec, sample: SegmentSample) -> int:
