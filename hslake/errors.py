@@ -35,9 +35,16 @@ class Unavailable(HslakeError):
 
 
 class Corrupt(HslakeError):
-    """Stored data does not read back as what was written."""
+    """Stored data does not read back as what was written.
+
+    Where it is known: `segment_id`, `object` (key below the segment) and `stream`; the message
+    says them too.
+    """
 
     exit_code = 1
+    segment_id = ""
+    object = ""
+    stream = ""
 
 
 class NoSpace(HslakeError):
