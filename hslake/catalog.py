@@ -4,6 +4,7 @@ Every commit is a compare-and-swap: the caller decides on the table at version V
 in version V + 1 or nowhere. Nothing is ever updated or removed.
 """
 
+import hashlib
 import io
 import json
 import random
@@ -29,7 +30,7 @@ from hslake.schemas import arrow_schema
 from hslake.store import Store, refusal, sync_dir, sync_file
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
-_CONFIGURATION: dict[str, str | None] = {
+CONFIGURATION: dict[str, str | None] = {
     "delta.enableExpiredLogCleanup": "false",
     "delta.logRetentionDuration": "interval 36500 days",
     "delta.deletedFileRetentionDuration": "interval 36500 days",
@@ -37,7 +38,8 @@ _CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
-_PART = re.compile(r"part-\d{20}-[0-9a-f]{32}\.parquet")
+# Version, a name of its own, and the content's SHA-256 (which tables of before do not name).
+PART = re.compile(r"part-(\d{20})-[0-9a-f]{32}(?:-([0-9a-f]{32}))?\.parquet")
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _MEND = (
     "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
@@ -73,16 +75,20 @@ class TableState:
     def strays(self) -> list[str]:
         """Parquet files in the table's folder that no entry of its log names."""
         names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
-        found = {n for n in names if _PART.fullmatch(n)}
+        found = {n for n in names if PART.fullmatch(n)}
         now = open_table(self.store, self.name)  # after the list: others commit meanwhile
         return sorted(found - {u.rpartition("/")[2] for u in now.files()})
+
+    def add_actions(self) -> Any:
+        """What the loaded log says of each file, an Arrow table of Delta's flattened actions."""
+        return self._table.get_add_actions(flatten=True)
 
     def change_files(self) -> list[str]:
         """Those of `files` that may hold rows of another op than `add`.
 
         The log's statistics say which cannot, so hides are found without opening every file.
         """
-        actions = pa.table(self._table.get_add_actions(flatten=True))
+        actions = pa.table(self.add_actions())
         if not {"min.op", "max.op"} <= set(actions.column_names):
             return self.files()
         columns = (actions[c].to_pylist() for c in ("path", "min.op", "max.op"))
@@ -102,29 +108,57 @@ class TableState:
         with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
             return pa.concat_tables(list(pool.map(lambda f: self._read(f, schema), files)))
 
+    def digested(self) -> set[str]:
+        """Those of `files` whose name holds a digest of their content."""
+        found = ((url, PART.fullmatch(url.rpartition("/")[2])) for url in self.files())
+        return {url for url, match in found if match and match[2]}
+
     def check(self, sound: set[str] | None = None) -> None:
         """Read every file, page checksums included, one at a time. Raises Corrupt.
 
         Files in `sound` are left out, and those that were read are added: none ever changes.
         """
         done = set() if sound is None else sound
-        for url in self.files():
-            if url not in done:
-                self._read(url, arrow_schema(self.name))
+        todo = [url for url in self.files() if url not in done]
+        with ThreadPoolExecutor(_READERS) as pool:
+            for url, _ in zip(todo, pool.map(self._check, todo), strict=True):
                 done.add(url)
 
-    def _read(self, url: str, schema: pa.Schema) -> pa.Table:
-        path = url.removeprefix(self.store.root).lstrip("/")
+    def _check(self, url: str) -> None:
+        found = PART.fullmatch(url.rpartition("/")[2])
+        if found is None or found[2] is None:  # page by page, then
+            self._read(url, arrow_schema(self.name))
+        else:
+            self.read_file(url)
+
+    def read_file(self, url: str) -> bytes:
+        """The bytes of one of `files`, compared with the digest in its name. Raises Corrupt: DuckDB
+        and Parquet's own checksums pass over a footer that was changed."""
+        name = url.rpartition("/")[2]
         try:
-            body = pa.BufferReader(self.store.read(path))
+            data = self.store.read(f"{self.name}/{name}")
+        except Missing as error:
+            raise self._unreadable(url, error) from None
+        found = PART.fullmatch(name)
+        if found is not None and found[2] and _digest(data) != found[2]:
+            what = f"its SHA-256 begins with {_digest(data)}, its name says {found[2]}"
+            raise self._unreadable(url, what)
+        return data
+
+    def _unreadable(self, url: str, why: object) -> Corrupt:
+        return Corrupt(
+            f"{url}: a file of version {self.version} of the table {self.name} cannot be "
+            f"read: {why}; restore it from a copy"
+        )
+
+    def _read(self, url: str, schema: pa.Schema) -> pa.Table:
+        try:
+            body = pa.BufferReader(self.read_file(url))
             with pq.ParquetFile(body, page_checksum_verification=True) as file:
                 have = set(file.schema_arrow.names)
                 found = file.read(columns=[n for n in schema.names if n in have])
-        except (Missing, pa.ArrowException, OSError) as e:
-            raise Corrupt(
-                f"{url}: a file of version {self.version} of the table {self.name} cannot be "
-                f"read: {e}; restore it from a copy"
-            ) from e
+        except (pa.ArrowException, OSError) as e:
+            raise self._unreadable(url, e) from e
         columns = [
             found[f.name].cast(f.type) if f.name in have else pa.nulls(found.num_rows, f.type)
             for f in schema
@@ -169,7 +203,7 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 Schema.from_arrow(fields),
                 mode="ignore",
                 name=name,
-                configuration=_CONFIGURATION,
+                configuration=CONFIGURATION,
                 storage_options=_options(store),
                 commit_properties=CommitProperties(max_commit_retries=0),
             )
@@ -294,8 +328,9 @@ def commit(
             return state.version
         version = state.version + 1
         data = _fill(rows, name, version)
-        path = f"part-{version:020d}-{uuid.uuid4().hex}.parquet"
         body = _parquet(data)
+        # A name of its own whatever the content: the loser of a race removes its file.
+        path = f"part-{version:020d}-{uuid.uuid4().hex}-{_digest(body)}.parquet"
         # The data is durable before the log can name it.
         store.put(f"{name}/{path}", body)
         try:
@@ -329,6 +364,10 @@ def commit(
         with store.errors(name):
             _sync(store, name, version)
         return version
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transaction) -> None:

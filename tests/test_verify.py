@@ -1,5 +1,6 @@
 """What `verify` must not pass, at each level; `tests/test_lake.py` damages the states."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hslake import catalog
 from hslake.segment import inventory
 from hslake.segment.write import write_segment
 from hslake.verify import verify
@@ -19,12 +21,19 @@ def made(tmp_path: Path) -> MadeLake:
 
 
 def change_row(made: MadeLake, column: str, value: Any) -> str:
-    """Write `value` into the manifest row of a sample, as damage that no page checksum catches."""
-    (path,) = (f for f in made.lake.manifest_table().files())
+    """Write `value` into the manifest row of a sample as if it had been committed so: with the
+    file's digest in its name, which the log names, page checksums and all."""
+    (path,) = map(Path, made.lake.manifest_table().files())
     rows = pq.read_table(path).to_pylist()
     name = rows[1]["sample_id"]
     rows[1][column] = value
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    body = catalog._parquet(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
+    new = path.with_name(f"{path.name[:58]}{catalog._digest(body)}.parquet")
+    path.unlink()
+    new.write_bytes(body)
+    entry = path.parent / "_delta_log" / f"{1:020d}.json"
+    text = entry.read_text().replace(path.name, new.name)
+    entry.write_text(re.sub(r'"size":\d+', f'"size":{len(body)}', text))
     return name
 
 

@@ -19,7 +19,7 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
-from hslake.segment.shard import ABSENT
+from hslake.segment.shard import ABSENT, name_of
 from hslake.spec import LakeSpec
 from hslake.store import Store
 from hslake.streams import stream_names
@@ -197,20 +197,21 @@ class SegmentReader:
             where = f"segment {segment_id}, object {grid.key(shard)}"
             try:
                 with self._named(grid, segment_id, chunks[0], stream=False):
-                    index = self._indexes.get(grid, path, where)
+                    name = name_of(segment_id, grid.key(shard))
+                    index = self._indexes.get(grid, path, where, name)
                 for run in _runs(self._places(grid, segment_id, index, chunks, where), run_bytes):
                     start, end = run[0][0], max(offset + size for offset, size, _ in run)
                     data = self._store.read_range(path, start, end)
                     for offset, size, key in run:
                         part = data[offset - start : offset - start + size]
-                        name = f"{where}, {self._chunk_name(grid, key)}"
+                        at = f"{where}, {self._chunk_name(grid, key)}"
                         if len(part) != size:
                             with self._named(grid, segment_id, key):
                                 raise Corrupt(
-                                    f"{name}: {len(part)} bytes, expected {size}: the object was "
+                                    f"{at}: {len(part)} bytes, expected {size}: the object was "
                                     "cut short; `hslake verify --quarantine` hides the sample"
                                 )
-                        yield key, part, name
+                        yield key, part, at
             except Missing:
                 with self._named(grid, segment_id, chunks[0], stream=False):
                     raise Corrupt(

@@ -13,8 +13,8 @@ def broken(error: BaseException) -> str | None:
     while found is not None:
         if isinstance(found, OSError) and found.errno in _BROKEN:
             return (
-                f"it cannot be read ({found.strerror}): its disk or the way there fails. Not hidden "
-                "by --quarantine: copy what still reads and look at the disk"
+                f"it cannot be read ({found.strerror}): its disk or the way there fails. Not "
+                "hidden by --quarantine: copy what still reads and look at the disk"
             )
         found = found.__cause__
     return None

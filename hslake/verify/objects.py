@@ -68,8 +68,8 @@ def load(lake: Lake, segment_id: str, rows: Sequence[dict[str, Any]]) -> Segment
     found = inventory.digest(data)
     if found not in digests:
         what = (
-            f"{where} has SHA-256 {found}, the manifest says {' or '.join(sorted(digests))}: it was "
-            "changed after the commit"
+            f"{where} has SHA-256 {found}, the manifest says {' or '.join(sorted(digests))}: it "
+            "was changed after the commit"
         )
         return Segment(segment_id, rows, (), (Problem(INVENTORY, what),), ())
     try:

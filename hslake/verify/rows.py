@@ -83,7 +83,7 @@ def damaged(con: duckdb.DuckDBPyConnection, lake: Lake) -> list[Damage]:
     )
     for segment, name, what, sure in con.execute(checks).fetchall():
         if (segment, name) not in bad:  # told already, and it is why
-            found.append(Damage(segment, what, (name,), sure=sure))
+            found.append(Damage(segment, what, (name,) if name else (), sure=sure))
     return found
 
 
@@ -95,13 +95,15 @@ def warnings(con: duckdb.DuckDBPyConnection, chunk: int) -> list[str]:
 
 # (segment, sample, what, sure): two samples in one place are not both wrong: their states tell.
 _CHECKS = """
-    with placed as (
+    with named as (
+        select * from {t} where segment_id is not null and sample_id is not null
+    ), placed as (
         select sample_id, segment_id, token_start, length, segment_tokens,
             max(token_start + length) over (
                 partition by segment_id order by token_start, sample_id
                 rows between unbounded preceding and 1 preceding
             ) as reached
-        from {t} where segment_id is not null and token_start is not null
+        from named where token_start is not null
     )
     select segment_id, sample_id, printf('rows %d..%d overlap or leave the segment',
         token_start, token_start + length), token_start + length > segment_tokens
@@ -109,37 +111,37 @@ _CHECKS = """
     union all
     select segment_id, sample_id, printf('its rows begin at %d and are %d: expected at least one, '
         || 'from a multiple of {chunk}', token_start, length), true
-    from {t} where length < 1 or token_start < 0 or token_start % {chunk} <> 0
+    from named where length < 1 or token_start < 0 or token_start % {chunk} <> 0
     union all
     select segment_id, sample_id, 'sample is live twice', true
     from (
         select segment_id, sample_id, row_number() over (
             partition by sample_id order by commit_version, segment_id
         ) as copy
-        from {t} where sample_id in (
-            select sample_id from {t} group by sample_id having count(*) > 1)
+        from named where sample_id in (
+            select sample_id from named group by sample_id having count(*) > 1)
     ) where copy > 1
     union all
     select segment_id, sample_id, 'its token hash is ' || token_hash || ', the plan has ' ||
         other_hash || ' under this id', true
-    from {t} where other_hash is not null
+    from named where other_hash is not null
     union all
     select t.segment_id, t.sample_id, 'its row describes the segment in another way than the '
         || 'rows of other samples in it', false
-    from {t} t join (
-        select segment_id from {t} group by segment_id
+    from named t join (
+        select segment_id from named group by segment_id
         having count(distinct segment_tokens) > 1 or count(distinct segment_raw_bytes) > 1
             or count(distinct segment_stored_bytes) > 1 or count(distinct inventory_digest) > 1
     ) s using (segment_id)
     union all
-    select segment_id, any_value(sample_id), printf('its samples have %d bytes of states, the '
+    select segment_id, null, printf('its samples have %d bytes of states, the '
         || 'manifest says %d for the segment', sum(length) * {token}, any_value(segment_raw_bytes)),
         false
-    from {t} group by segment_id having sum(length) * {token} > min(segment_raw_bytes)
+    from named group by segment_id having sum(length) * {token} > min(segment_raw_bytes)
     union all
     select s.segment_id, s.sample_id, 'its segment was condemned by a vacuum, which removes it',
         false
-    from {t} s semi join manifest c on c.segment_id = s.segment_id and c.op = 'condemn'
+    from named s semi join manifest c on c.segment_id = s.segment_id and c.op = 'condemn'
     order by 1, 2, 3
 """
 

@@ -68,10 +68,10 @@ def _look(lake: Lake, reader: SegmentReader, row: dict[str, Any], mask: bytes | 
     except (Corrupt, Missing, InvalidInput) as e:  # the last: a row that leads nowhere
         return Looked(row, (Damage(segment, str(e), name, getattr(e, "object", "")),))
     except Exception as error:
-        what = broken(error)
-        if what is None:
+        fails = broken(error)
+        if fails is None:
             raise
-        return Looked(row, (Damage(segment, what, name, sure=False),))
+        return Looked(row, (Damage(segment, fails, name, sure=False),))
     wrong: list[Damage] = []
     for stream, total, want in zip(streams, sums, row["checksum"], strict=True):
         if to_int64(total) != want:
@@ -98,11 +98,12 @@ def _statistics(streams: tuple[str, ...], stats: list[RowStats], row: dict[str, 
     """Where the row's statistics are not those of the states."""
     found = []
     for i, (stream, have) in enumerate(zip(streams, stats, strict=True)):
-        for what, value, slack in (
+        of: tuple[tuple[str, float, float], ...] = (
             ("nonfinite", have.nonfinite, 0.0),
             ("absmax", float(np.float32(have.absmax)), _TINY),
             ("rms", have.rms(), _TINY + _RMS_TOLERANCE * have.rms()),
-        ):
+        )
+        for what, value, slack in of:
             told = row[what][i]
             if not abs(told - value) <= slack:  # also for a NaN in the row
                 found.append(f"stream {stream}: {what} is {value:.9g}, its row says {told:.9g}")

@@ -1,7 +1,10 @@
 """What is wrong around the samples: the tables' logs, stray files of theirs, the model's files."""
 
+import hashlib
+
 from hslake import catalog
-from hslake.lake import Lake
+from hslake.errors import Missing
+from hslake.lake import FINAL_NORM, Lake
 from hslake.verify.report import Damage
 
 
@@ -17,9 +20,18 @@ def strays(table: catalog.TableState) -> list[str]:
     ]
 
 
-def log_differs(table: catalog.TableState) -> list[str]:
-    return []
-
-
 def model_differs(lake: Lake) -> list[Damage]:
-    return []
+    """Objects of the final norm that are not those that the spec names."""
+    found = []
+    for key, want in (lake.spec.model.final_norm or {}).items():
+        path = f"{FINAL_NORM}/{key}"
+        where = lake.store.url(path)
+        try:
+            have = hashlib.sha256(lake.store.read(path)).hexdigest()
+        except Missing:
+            found.append(Damage("", f"{where} is missing: restore it from a copy", (), path))
+            continue
+        if have != want:
+            what = f"{where} has SHA-256 {have}, the spec says {want}: restore it from a copy"
+            found.append(Damage("", what, (), path))
+    return found
