@@ -61,9 +61,9 @@ def log_differs(table: TableState) -> list[str]:
         for path, fact in zip(both, facts, strict=True):
             fact = {**fact, "size": sizes.get(f"{name}/{path}", fact["size"])}
             for of, action in (("entry", added[path]), ("loaded state", loaded[path])):
-                wrong = _add_differs(action, fact)
-                if wrong:
-                    found.append(f"{store.url(name)}/{path}: the log's {of} says {wrong}")
+                what = _add_differs(action, fact)
+                if what:
+                    found.append(f"{store.url(name)}/{path}: the log's {of} says {what}")
     return found
 
 

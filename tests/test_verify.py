@@ -28,7 +28,7 @@ def change_row(made: MadeLake, column: str, value: Any) -> str:
     name = rows[1]["sample_id"]
     rows[1][column] = value
     body = catalog._parquet(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
-    new = path.with_name(f"{path.name[:58]}{catalog._digest(body)}.parquet")
+    new = path.with_name(f"{path.name[:59]}{catalog._digest(body)}.parquet")
     path.unlink()
     new.write_bytes(body)
     entry = path.parent / "_delta_log" / f"{1:020d}.json"
@@ -64,7 +64,9 @@ def test_manifest_rows(made: MadeLake, level: str, column: str, value: Any, told
 
 def test_rows_without_a_name(made: MadeLake) -> None:
     change_row(made, "segment_id", None)
-    (found,) = verify(made.url, quarantine=True).damage
+    damage = verify(made.url, quarantine=True).damage
+    assert len(damage) == 1, damage
+    (found,) = damage
     assert "no segment_id" in found.what and found.sample_ids == ()
 
 

@@ -60,9 +60,9 @@ def _look(lake: Lake, reader: SegmentReader, row: dict[str, Any], mask: bytes | 
     sums, stats = [0] * len(streams), [RowStats()] * len(streams)
     padded = True
     try:
-        for stream, at, bits, padding in reader.chunks(*place, _RUN_BYTES):
-            sums[stream] += rows_checksum(bits, at)
-            stats[stream] = stats[stream].merge(bits_stats(bits, lake.spec.dtype))
+        for number, at, bits, padding in reader.chunks(*place, _RUN_BYTES):
+            sums[number] += rows_checksum(bits, at)
+            stats[number] = stats[number].merge(bits_stats(bits, lake.spec.dtype))
             padded = padded and not padding.any()
         ids, stored = reader.tokens(*place)
     except (Corrupt, Missing, InvalidInput) as e:  # the last: a row that leads nowhere
