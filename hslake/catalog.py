@@ -4,13 +4,11 @@ Every commit is a compare-and-swap: the caller decides on the table at version V
 in version V + 1 or nowhere. Nothing is ever updated or removed.
 """
 
-import hashlib
 import io
 import json
 import random
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -25,6 +23,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
+from hslake import tablename
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, refusal, sync_dir, sync_file
@@ -38,8 +37,6 @@ CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _ENTRY = re.compile(r"(\d{20})\.json")
-# Version, a name of its own, and the content's SHA-256 (which tables of before do not name).
-PART = re.compile(r"part-(\d{20})-[0-9a-f]{32}(?:-([0-9a-f]{32}))?\.parquet")
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _MEND = (
     "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
@@ -75,7 +72,7 @@ class TableState:
     def strays(self) -> list[str]:
         """Parquet files in the table's folder that no entry of its log names."""
         names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
-        found = {n for n in names if PART.fullmatch(n)}
+        found = {n for n in names if tablename.version_of(n) is not None}
         now = open_table(self.store, self.name)  # after the list: others commit meanwhile
         return sorted(found - {u.rpartition("/")[2] for u in now.files()})
 
@@ -110,8 +107,7 @@ class TableState:
 
     def digested(self) -> set[str]:
         """Those of `files` whose name holds a digest of their content."""
-        found = ((url, PART.fullmatch(url.rpartition("/")[2])) for url in self.files())
-        return {url for url, match in found if match and match[2]}
+        return {u for u in self.files() if tablename.digest_of(u.rpartition("/")[2])}
 
     def check(self, sound: set[str] | None = None) -> None:
         """Read every file, page checksums included, one at a time. Raises Corrupt.
@@ -119,17 +115,10 @@ class TableState:
         Files in `sound` are left out, and those that were read are added: none ever changes.
         """
         done = set() if sound is None else sound
-        todo = [url for url in self.files() if url not in done]
-        with ThreadPoolExecutor(_READERS) as pool:
-            for url, _ in zip(todo, pool.map(self._check, todo), strict=True):
+        for url in self.files():
+            if url not in done:
+                self._read(url, arrow_schema(self.name))
                 done.add(url)
-
-    def _check(self, url: str) -> None:
-        found = PART.fullmatch(url.rpartition("/")[2])
-        if found is None or found[2] is None:  # page by page, then
-            self._read(url, arrow_schema(self.name))
-        else:
-            self.read_file(url)
 
     def read_file(self, url: str) -> bytes:
         """The bytes of one of `files`, compared with the digest in its name. Raises Corrupt: DuckDB
@@ -139,9 +128,7 @@ class TableState:
             data = self.store.read(f"{self.name}/{name}")
         except Missing as error:
             raise self._unreadable(url, error) from None
-        found = PART.fullmatch(name)
-        if found is not None and found[2] and _digest(data) != found[2]:
-            what = f"its SHA-256 begins with {_digest(data)}, its name says {found[2]}"
+        if what := tablename.differs(name, data):
             raise self._unreadable(url, what)
         return data
 
@@ -329,8 +316,7 @@ def commit(
         version = state.version + 1
         data = _fill(rows, name, version)
         body = _parquet(data)
-        # A name of its own whatever the content: the loser of a race removes its file.
-        path = f"part-{version:020d}-{uuid.uuid4().hex}-{_digest(body)}.parquet"
+        path = tablename.new_name(version, body)
         # The data is durable before the log can name it.
         store.put(f"{name}/{path}", body)
         try:
@@ -364,10 +350,6 @@ def commit(
         with store.errors(name):
             _sync(store, name, version)
         return version
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transaction) -> None:

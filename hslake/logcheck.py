@@ -14,9 +14,10 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake.catalog import CONFIGURATION, PART, TableState
+from hslake.catalog import CONFIGURATION, TableState
 from hslake.errors import Missing
 from hslake.schemas import arrow_schema
+from hslake.tablename import version_of
 
 _READERS = 16
 
@@ -88,8 +89,7 @@ def _entry_differs(version: int, actions: list[Any], name: str) -> list[str]:
             wrong.append(f"a protocol of {sorted(protocol)}")
         return wrong
     wrong = []
-    match = PART.fullmatch(unquote(str(of["add"].get("path"))))
-    if match is None or int(match[1]) != version:
+    if version_of(unquote(str(of["add"].get("path")))) != version:
         wrong.append(f"it adds {of['add'].get('path')!r}, which is no file of its version")
     if of["txn"].get("version") != version:
         wrong.append(f"its transaction is of version {of['txn'].get('version')}")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hslake import catalog
+from hslake import catalog, tablename
 from hslake.segment import inventory
 from hslake.segment.write import write_segment
 from hslake.verify import verify
@@ -28,7 +28,7 @@ def change_row(made: MadeLake, column: str, value: Any) -> str:
     name = rows[1]["sample_id"]
     rows[1][column] = value
     body = catalog._parquet(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
-    new = path.with_name(f"{path.name[:59]}{catalog._digest(body)}.parquet")
+    new = path.with_name(f"{path.name[:59]}{tablename.digest(body)}.parquet")
     path.unlink()
     new.write_bytes(body)
     entry = path.parent / "_delta_log" / f"{1:020d}.json"
