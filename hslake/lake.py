@@ -218,12 +218,13 @@ class Lake:
             for name, rows in zip(names, hidden, strict=True)
             if sample_checksum(rows) != at.checksum[self.spec.streams.index(name)]
         ]
-        what = f"stream {', '.join(wrong)} differs from the checksum" if wrong else ""
+        what = [f"stream {', '.join(wrong)}"] if wrong else []
         if at.token_hash is not None and token_hash(ids) != at.token_hash:
-            what = "input_ids differ from the token hash"
+            what.append("input_ids")
         if what:
             raise Corrupt(
-                f"segment {at.segment_id}: {what} taken at capture, though every chunk is sound: "
+                f"segment {at.segment_id}: {' and '.join(what)} differ from what was captured, "
+                "though every chunk is sound: "
                 "another's data is in this place, or the manifest was changed; `hslake verify` "
                 "tells which, `hslake verify --quarantine` hides the sample"
             )

@@ -135,6 +135,9 @@ def _objects(
     def work(row: dict[str, Any]) -> Looked:
         return look(lake, reader, row, masks.get(row["sample_id"]))
 
+    if level == "full":  # the states' own objects; the others were counted as they were hashed
+        every = [o.size for s in segments.values() for o in s.objects if _of_states(o.key)]
+        report.bytes, report.objects = report.bytes + sum(every), report.objects + len(every)
     for looked in ordered(pool, work, todo, 4 * threads):
         report.damage += looked.damage
         report.warnings += [looked.warning] if looked.warning else []
@@ -168,7 +171,7 @@ def _hash(
             wrong = {p.key for p in problems[segment.segment_id]}
             some = [o for o in segment.objects if o.key not in wrong]
             if level == "full":
-                some = [o for o in some if not o.key.startswith(f"{HIDDEN}/c/")]
+                some = [o for o in some if not _of_states(o.key)]
             else:  # of the shards, those that the samples lie in
                 some = [
                     o
@@ -189,6 +192,10 @@ def _hash(
             problems[segment.segment_id].append(problem)
         if last and progress is not None and level == "checksum":
             progress.advance(sum(row["length"] for row in segment.rows))
+
+
+def _of_states(key: str) -> bool:
+    return key.startswith(f"{HIDDEN}/c/")
 
 
 def _to_decode(

@@ -25,8 +25,7 @@ class Damage:
 class VerifyReport:
     """What was looked at and what was found. `warnings` may be harmless.
 
-    `objects`, `bytes`: stored objects that were hashed, and bytes that were read for it and for
-    decoding, as stored; `anomalies`: rows that each named query of the kind finds in the samples.
+    X
     """
 
     level: str

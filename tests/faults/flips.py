@@ -35,6 +35,7 @@ _BATCH = 25  # trials of one process
 _AT_ONCE = 4  # payload flips of one trial, each in a sample of its own
 _ROOT = Path(__file__).resolve().parents[2]
 Trial = dict[str, Any]
+Kinds = Sequence[tuple[str, str]]  # dtype, codec
 
 
 @dataclass
@@ -316,32 +317,36 @@ def _child(world: Path, trials: list[Trial], scratch: Path, tally: Tally) -> int
 
 
 def all_trials(
-    rng: random.Random, folder: Path, count: int, journals: int
+    rng: random.Random, folder: Path, count: int, journals: int, kinds: Kinds
 ) -> Iterator[tuple[Path, list[Trial]]]:
     """Worlds and what to do to them."""
-    for k, (dtype, codec) in enumerate(KINDS):
+    for k, (dtype, codec) in enumerate(kinds):
         world, staged = folder / f"{dtype}-{codec}", folder / f"{dtype}-{codec}-staged"
         found = flipworld.extents(flipworld.make(world, dtype, codec))
         flipworld.make_staged(staged, dtype, codec)
-        share = _share(count, k)
-        some = max(1, _share(count // 8, k))
+        share = _share(count, k, len(kinds))
+        some = max(1, _share(count // 8, k, len(kinds)))
         lake = [
             *payload_trials(rng, found, share),
             *precise_trials(rng, found, max(1, some // 2)),
             *object_trials(rng, world, max(1, some // 4)),
         ]
-        stage = list(staging_trials(rng, staged, max(1, some // 8), _share(journals, k)))
+        stage = list(
+            staging_trials(rng, staged, max(1, some // 8), _share(journals, k, len(kinds)))
+        )
         for where, of, trials in (("lake", world, lake), ("staging", staged, stage)):
             for n, trial in enumerate(trials):
                 trial.update(id=n, where=where, world=of.name)
             yield of, trials
 
 
-def _share(count: int, k: int) -> int:
-    return count // len(KINDS) + (k < count % len(KINDS))
+def _share(count: int, k: int, of: int) -> int:
+    return count // of + (k < count % of)
 
 
-def flips(count: int, journals: int, seed: int, folder: Path, jobs: int = 2) -> Tally:
+def flips(
+    count: int, journals: int, seed: int, folder: Path, jobs: int = 2, kinds: Kinds = KINDS
+) -> Tally:
     """Run all of it in worlds made below `folder`."""
     rng, tally = random.Random(seed), Tally()
 
@@ -351,7 +356,7 @@ def flips(count: int, journals: int, seed: int, folder: Path, jobs: int = 2) -> 
         run(world, trials, folder / f"scratch-{number}", mine)
         return mine
 
-    worlds = list(all_trials(rng, folder, count, journals))
+    worlds = list(all_trials(rng, folder, count, journals, kinds))
     # The long ones in halves, so that all processes end at about the same time.
     items = [(w, t[i::jobs]) for w, t in worlds for i in range(jobs)]
     with ThreadPoolExecutor(jobs) as pool:
