@@ -32,7 +32,7 @@ from tests.faults.flipworld import KINDS, Extent
 from tests.faults.results import RESULTS, record
 
 _BATCH = 25  # trials of one process
-_AT_ONCE = 4  # payload flips of one trial, each in a sample of its own
+_AT_ONCE = 6  # payload flips of one trial, each in a sample of its own
 _ROOT = Path(__file__).resolve().parents[2]
 Trial = dict[str, Any]
 Kinds = Sequence[tuple[str, str]]  # dtype, codec
@@ -150,7 +150,8 @@ def precise_trials(rng: random.Random, found: Sequence[Extent], count: int) -> I
             e = rng.choice(some)
             bit = rng.randrange(8 * e.start, 8 * e.end)
             fault = {"path": e.path, "fault": "flip", "bit": bit}
-            yield {"kind": what, "faults": [fault], "expect": [[e.path, list(e.samples)]]}
+            expect = [[e.path, list(e.samples)]]
+            yield {"kind": what, "faults": [fault], "expect": expect, "levels": BYTES}
     chunks = [e for e in found if e.what == "payload"]
     pairs = [
         (a, b)
@@ -162,7 +163,8 @@ def precise_trials(rng: random.Random, found: Sequence[Extent], count: int) -> I
         at = {"at": [a.start, b.start], "size": a.end - a.start}
         fault = {"path": a.path, "fault": "swap chunks", **at}
         hit = sorted({*a.samples, *b.samples})
-        yield {"kind": "chunks swapped", "faults": [fault], "expect": [[a.path, hit]]}
+        expect = [[a.path, hit]]
+        yield {"kind": "chunks swapped", "faults": [fault], "expect": expect, "levels": BYTES}
 
 
 def object_trials(rng: random.Random, world: Path, count: int) -> Iterator[Trial]:
@@ -328,8 +330,8 @@ def all_trials(
         some = max(1, _share(count // 8, k, len(kinds)))
         lake = [
             *payload_trials(rng, found, share),
-            *precise_trials(rng, found, max(1, some // 2)),
-            *object_trials(rng, world, max(1, some // 4)),
+            *precise_trials(rng, found, max(1, some // 4)),
+            *object_trials(rng, world, max(1, some // 8)),
         ]
         stage = list(
             staging_trials(rng, staged, max(1, some // 8), _share(journals, k, len(kinds)))
