@@ -6,10 +6,8 @@ in version V + 1 or nowhere. Nothing is ever updated or removed.
 
 import contextlib
 import json
-import os
 import random
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,13 +19,13 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake import deltalog, rollup, tablefile
+from hslake import deltalog, rollup, tablefile, tablename
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, refusal, remote_failure, sync_dir, sync_file
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
-_CONFIGURATION: dict[str, str | None] = {
+CONFIGURATION: dict[str, str | None] = {
     "delta.enableExpiredLogCleanup": "false",
     "delta.logRetentionDuration": "interval 36500 days",
     "delta.deletedFileRetentionDuration": "interval 36500 days",
@@ -74,12 +72,12 @@ class TableState:
     def commit_files(self) -> dict[int, str]:
         """version -> name of the file that its commit added, for those that added one."""
         names = (u.rpartition("/")[2] for u in self.files())
-        return {v: n for n in names if (v := rollup.version_of(n)) is not None}
+        return {v: n for n in names if (v := tablename.version_of(n)) is not None}
 
     def strays(self) -> list[str]:
         """Parquet files in the table's folder that no entry of its log names."""
         names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
-        found = {n for n in names if rollup.version_of(n) is not None}
+        found = {n for n in names if tablename.version_of(n) is not None}
         now = open_table(self.store, self.name)  # after the list: others commit meanwhile
         return sorted(found - {u.rpartition("/")[2] for u in now.files()})
 
@@ -111,12 +109,16 @@ class TableState:
         """URLs of the files of the last `count` commits that added one, newest first."""
         return sorted(self.files(), reverse=True)[:count]  # the names begin with the version
 
+    def add_actions(self) -> Any:
+        """What the loaded log says of each file, an Arrow table of Delta's flattened actions."""
+        return self._table.get_add_actions(flatten=True)
+
     def change_files(self) -> list[str]:
         """Those of `row_files` that may hold rows of another op than `add`.
 
         The log's statistics say which cannot, so hides are found without opening every file.
         """
-        actions = pa.table(self._table.get_add_actions(flatten=True))
+        actions = pa.table(self.add_actions())
         if not {"min.op", "max.op"} <= set(actions.column_names):
             return self.row_files()
         columns = (actions[c].to_pylist() for c in ("path", "min.op", "max.op"))
@@ -154,6 +156,10 @@ class TableState:
         except (Missing, pa.ArrowException, OSError):
             return None
 
+    def digested(self) -> set[str]:
+        """Those of `files` whose name holds a digest of their content."""
+        return {u for u in self.files() if tablename.digest_of(u.rpartition("/")[2])}
+
     def check(self, sound: set[str] | None = None) -> None:
         """Read every file, page checksums included, one at a time, and compare the roll-ups with
         their parts. Raises Corrupt.
@@ -186,15 +192,29 @@ class TableState:
                 done.add(block.name)
         return found
 
-    def _read(self, url: str, schema: pa.Schema) -> pa.Table:
-        path = url.removeprefix(self.store.root).lstrip("/")
+    def read_file(self, url: str) -> bytes:
+        """The bytes of one of `files`, compared with the digest in its name. Raises Corrupt: DuckDB
+        and Parquet's own checksums pass over a footer that was changed."""
+        name = url.rpartition("/")[2]
         try:
-            return tablefile.decode(self.store.read(path), schema)
-        except (Missing, pa.ArrowException, OSError) as e:
-            raise Corrupt(
-                f"{url}: a file of version {self.version} of the table {self.name} cannot be "
-                f"read: {e}; restore it from a copy"
-            ) from e
+            data = self.store.read(f"{self.name}/{name}")
+        except Missing as error:
+            raise self._unreadable(url, error) from None
+        if what := tablename.differs(name, data):
+            raise self._unreadable(url, what)
+        return data
+
+    def _unreadable(self, url: str, why: object) -> Corrupt:
+        return Corrupt(
+            f"{url}: a file of version {self.version} of the table {self.name} cannot be "
+            f"read: {why}; restore it from a copy"
+        )
+
+    def _read(self, url: str, schema: pa.Schema) -> pa.Table:
+        try:
+            return tablefile.decode(self.read_file(url), schema)
+        except (pa.ArrowException, OSError) as e:
+            raise self._unreadable(url, e) from e
 
     def transaction(self, txn_id: str) -> int | None:
         """The version that transaction `txn_id` made, or None."""
@@ -214,7 +234,7 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 Schema.from_arrow(fields),
                 mode="ignore",
                 name=name,
-                configuration=_CONFIGURATION,
+                configuration=CONFIGURATION,
                 storage_options=store.delta_options(),
                 commit_properties=CommitProperties(max_commit_retries=0),
             )
@@ -339,8 +359,8 @@ def commit(
             return state.version
         version = state.version + 1
         data = tablefile.fill(rows, name, version)
-        path = f"part-{version:020d}-{uuid.uuid4().hex}.parquet"
         body = tablefile.encode(data)
+        path = tablename.new_name(version, body)
         # The data is durable before the log can name it, and so is what the entry stands on.
         store.put(f"{name}/{path}", body)
         with store.errors(name):

@@ -7,14 +7,14 @@ it, and no version depends on it.
 """
 
 import hashlib
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+
+from hslake.tablename import version_of
 
 FOLDER = "_rollup"
 FACTOR = 32
 _SPANS = (FACTOR**3, FACTOR**2, FACTOR)
-_PART = re.compile(r"part-(\d{20})-[0-9a-f]{32}(?:-[0-9a-f]{32})?\.parquet")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,6 @@ class Block:
         """The roll-up's path below the table."""
         digest = hashlib.sha256("\n".join(self.parts).encode()).hexdigest()[:32]
         return f"{FOLDER}/{self.first:020d}-{self.last:020d}-{digest}.parquet"
-
-
-def version_of(part: str) -> int | None:
-    """The version whose commit added the file of this name; None for a foreign name."""
-    found = _PART.fullmatch(part)
-    return int(found[1]) if found else None
 
 
 def blocks(parts: Sequence[str], version: int, span: int) -> Iterator[Block]:

@@ -246,7 +246,7 @@ def test_foreign_protocol_is_refused(store: Store) -> None:
 def test_settings_keep_old_versions(store: Store) -> None:
     actions = [json.loads(x) for x in log_entry(store, 0).read_text("utf-8").splitlines()]
     found = next(a["metaData"]["configuration"] for a in actions if "metaData" in a)
-    assert found == catalog._CONFIGURATION
+    assert found == catalog.CONFIGURATION
 
 
 def test_versions(store: Store, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from hslake.segment.layout import (
     token_grid,
 )
 from hslake.segment.readback import Stored, confirm, put_sampled
-from hslake.segment.shard import ShardWriter
+from hslake.segment.shard import ShardWriter, name_of
 from hslake.spec import LakeSpec
 from hslake.store import Store
 
@@ -88,6 +88,7 @@ class _Objects:
 
     def __init__(self, store: Store, segment_id: str, pool: ThreadPoolExecutor) -> None:
         self.store, self.prefix, self._pool = store, segment_prefix(segment_id), pool
+        self._segment_id = segment_id
         self.written: list[inventory.Object] = []
         self._stored: dict[str, Stored] = {}
         self._storing: deque[tuple[Future[inventory.Object], Future[Stored]]] = deque()
@@ -99,6 +100,10 @@ class _Objects:
             self._wait()
         put = self._pool.submit(put_sampled, self.store, self.prefix + key, pieces)
         self._storing.append((self._pool.submit(inventory.describe, key, pieces), put))
+
+    def put_shard(self, key: str, shard: ShardWriter) -> None:
+        """Begin to store a whole shard under its name."""
+        self.put(key, shard.finish(name_of(self._segment_id, key)))
 
     def confirm_all(self, paranoid: bool) -> None:
         """Wait until everything is stored, then make sure of every object."""
@@ -309,7 +314,7 @@ def _write(
         while done < count:  # the part of the sample that lies in one shard at a time
             number, at = divmod(first + done, grid.chunks)
             if shard is not None and number != shard_number:
-                objects.put(grid.key(shard_number), shard.finish())
+                objects.put_shard(grid.key(shard_number), shard)
                 shard = None
             shard, shard_number = shard or ShardWriter(grid), number
             part = min(count - done, grid.chunks - at)
@@ -325,7 +330,7 @@ def _write(
         raw_bytes += length * spec.bytes_per_token
     if shard is None:
         raise InvalidInput("a segment needs at least one sample, found none")
-    objects.put(grid.key(shard_number), shard.finish())
+    objects.put_shard(grid.key(shard_number), shard)
     for name, chunks in token_chunks.items():
         g = token_grid(spec, name)
         for number in range(-(-len(chunks) // g.chunks)):
@@ -333,7 +338,7 @@ def _write(
             part_of = chunks[number * g.chunks : (number + 1) * g.chunks]
             for i, data in enumerate(part_of):
                 writer.add(0, i, data)
-            objects.put(g.key(number), writer.finish())
+            objects.put_shard(g.key(number), writer)
     for key, data in metadata_documents(spec, segment_id, tokens).items():
         objects.put(key, [data])
     objects.confirm_all(paranoid)

@@ -1,6 +1,5 @@
 """A lake anywhere else that fsspec reaches: memory://, gs://, az:// and others."""
 
-import builtins
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,8 +71,9 @@ class FsspecObjects:
             raise FileNotFoundError(path)
         return Written(int(found["size"]))
 
-    def list(self, path: str) -> builtins.list[str]:
-        """Paths of the objects below `path`."""
+    def sizes(self, path: str) -> dict[str, int]:
+        """Bytes of the objects below `path`, by path."""
         self.filesystem.invalidate_cache()
         cut = len(self._key("")) + 1
-        return [k[cut:] for k in self.filesystem.find(self._key(path))]
+        found = self.filesystem.find(self._key(path), detail=True)
+        return {key[cut:]: int(info["size"]) for key, info in found.items()}

@@ -231,13 +231,13 @@ class S3Objects:
         meta = obstore.head(self._store, self._key(path))
         return Written(meta["size"], (meta["e_tag"] or "").strip('"') or None)
 
-    def list(self, path: str) -> list[str]:
-        """Paths of the objects below `path`."""
+    def sizes(self, path: str) -> dict[str, int]:
+        """Bytes of the objects below `path`, by path."""
         import obstore
 
         cut = len(self.prefix) + 1 if self.prefix else 0
         pages = obstore.list(self._store, self._key(path) or None)
-        return [meta["path"][cut:] for page in pages for meta in page]
+        return {meta["path"][cut:]: int(meta["size"]) for page in pages for meta in page}
 
     def tag_of(self, path: str, written: Written) -> str:
         """The tag that the object's content has, read back, sent as `written` was."""

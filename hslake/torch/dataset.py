@@ -142,7 +142,10 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         item["loss_mask"] = torch.empty(1, length, dtype=torch.int64)
         for name, width in shape.wide.items():
             item[name] = huge((1, length, width), shape.dtype)
-        self.read_into(index, item, (0, slice(0, length)))
+        try:
+            self.read_into(index, item, (0, slice(0, length)))
+        except Corrupt as error:
+            raise error.of(item["sample_id"]) from error
         return {k: v[0] if isinstance(v, torch.Tensor) else v for k, v in item.items()}
 
     def read_into(self, index: int, batch: Batch, slot: Slot) -> None:

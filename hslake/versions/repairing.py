@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake import catalog, deltalog, manifest, rollup, tablefile
+from hslake import catalog, deltalog, manifest, tablefile
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, reason
 from hslake.lake import TABLES
 from hslake.schemas import arrow_schema
@@ -226,7 +226,7 @@ def _data_files(store: Store, table: str) -> defaultdict[int, list[str]]:
     found: defaultdict[int, list[str]] = defaultdict(list)
     for path in store.list(table):
         name = path.removeprefix(f"{table}/")
-        version = rollup.version_of(name)
+        version = tablename.version_of(name)
         if version is not None:
             found[version].append(name)
     return found
@@ -248,7 +248,7 @@ def _data_problems(store: Store, table: str, give_up: bool) -> Iterator[Finding]
         )
     newest = catalog.open_table(store, table).version
     for name in names:
-        version = rollup.version_of(name) or 0
+        version = tablename.version_of(name) or 0
         url, held = store.url(f"{table}/{name}"), _held(store, table, name)
         if version <= newest:
             yield Finding(

@@ -1,5 +1,5 @@
-"""Deletes and vacuums killed at random, beside a compactor: what was not selected is never lost, and
-run again they come to their end.
+"""Deletes and vacuums killed at random, beside a compactor: what was not selected is never lost,
+and run again they come to their end.
 
     python -m tests.faults.deletions --kills 100
     python -m tests.faults.deletions --kills 10 --seed 7 --out ""
