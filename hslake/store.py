@@ -35,7 +35,8 @@ _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
 
 
-_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as _temp names them
+# As _temp names them, and as deltalake names a log entry that is not one yet.
+_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|\d{20}\..+#\d+")
 _PROBE = ".hslake-probe-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
