@@ -24,7 +24,7 @@ from hslake.spec import read_spec
 from tests.faults import skew
 from tests.faults.hook import Hook, serve
 from tests.faults.instruments import instrument
-from tests.faults.steps import Steps
+from tests.faults.steps import KillAt, Steps
 from tests.faults.world import length_of
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -33,11 +33,11 @@ _CONTEXT.set_forkserver_preload(["__main__", "tests.faults.children", "duckdb", 
 
 @dataclass(frozen=True)
 class Faults:
-    """How a child is to die. `kill_at`: at that step; `trace`: file that gets the steps' names;
+    """How a child is to die. `kill_at`: see Steps; `trace`: file that gets the steps' names;
     `native`: see instruments; `skew_s`: how far its clock is ahead."""
 
     roots: tuple[str, ...] = ()
-    kill_at: int | None = None
+    kill_at: KillAt = None
     trace: str | None = None
     lost_answers: bool = False
     native: tuple[str, int] | None = None
@@ -100,7 +100,7 @@ def write(
 
 
 def write_script(
-    steps: Steps, url: str, root: str, names: Sequence[str], parent: Connection
+    steps: Steps, url: str, root: str, names: Sequence[str], buffered: bool, parent: Connection
 ) -> None:
     """One hook writer's life in a fixed order: parts made at once, later and in the background,
     chunks of several samples, a retraction, a drop, a sealed part compacted and recycled, a part
@@ -109,16 +109,17 @@ def write_script(
     settings = {
         "part_tokens": 900,
         "max_parts": 3,
-        "ahead": True,
+        "ahead": buffered,
+        "buffered": buffered,
         "clock": lambda: now[0],
         "idle_s": 5.0,
         "silent_s": 60.0,
     }
     spec = read_spec(url)
     hook = Hook(Path(root), spec, step=steps.step, chunk=256, settings=settings)
-    # As when there was no room for the third part at first.
-    hook.writer._parts.all.pop().close()
-    hook.upkeep()
+    if buffered:  # as when there was no room for the third part at first
+        hook.writer._parts.all.pop().close()
+        hook.upkeep()
 
     def ask(name: str) -> None:
         hook.submit(RequestId(spec.lake8, new_attempt(), length_of(name), "A1", name))

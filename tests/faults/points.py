@@ -29,9 +29,11 @@ from tests.faults.driver import acknowledged, settle
 from tests.faults.hook import Hook, capture
 from tests.faults.instruments import UNUSABLE
 from tests.faults.results import RESULTS, record
+from tests.faults.steps import KillAt
 from tests.faults.world import (
     Verdict,
     World,
+    age,
     copy_world,
     judge,
     length_of,
@@ -40,64 +42,63 @@ from tests.faults.world import (
 )
 
 NATIVE = (("create", 1), ("write", 1), ("link", 1), ("unlink", 1), ("link", 2), ("unlink", 2))
-PHASES = (
-    "birth",
-    "make",
-    "reserve",
-    "write",
-    "seal",
-    "recycle",
-    "status",
-    "close",
-    "take",
-    "encode",
-    "upload",
-    "commit",
-    "free",
-    "remove",
-    "vacuum",
-    "vacuum commit",
-    "plan commit",
+_PHASES = (
+    *("birth", "make", "reserve", "write", "seal", "recycle", "status"),
+    *("take", "encode", "upload", "commit", "free", "remove", "vacuum"),
 )
-"""Each must be reached, and at the least these of its steps:"""
 NAMED = (
     "birth: mkdir stagingN/.ID.new",
     "birth: lockf stagingN/.ID.new/lock",
     "birth: rename stagingN/ID",
+    "birth: fallocate stagingN/ID/events",
+    "make: lockf stagingN/.room",
     "make: mkdir stagingN/ID/part-N",
     "make: fallocate stagingN/ID/part-N/hidden_states/c/N/N/N",
     "make: rename stagingN/ID/part-N/journal",
+    "reserve: frame bytes payload, half",
+    "reserve: frame bytes magic, none",
     "write: rows, half of them",
+    "write: rows in place",
     "write: frame bytes header, half",
     "write: frame bytes payload, half",
     "write: frame bytes magic, none",
     "seal: open stagingN/ID/part-N/manifest.arrow.new",
     "seal: rename stagingN/ID/part-N/manifest.arrow",
+    "status: rename stagingN/ID/status.json",
+    "recycle: lockf stagingN/ID/part-N/read.lock",
+    "recycle: remove stagingN/ID/part-N/zarr.json",
     "recycle: remove stagingN/ID/part-N/journal",
     "recycle: remove stagingN/ID/part-N/DONE",
     "recycle: rename stagingN/ID/part-N",
+    "recycle: open stagingN/ID/part-N/zarr.json",
     "recycle: rename stagingN/ID/part-N/journal",
     "take: lockf stagingN/ID/compact.lock",
     "take: lockf stagingN/ID/part-N/read.lock",
     "encode: chunk",
     "upload: piece of segments/ID/hidden_states/c/N/N/N",
-    "upload: fsync segments/ID/hidden_states/c/N/.N.X.tmp",
+    "upload: fsync segments/ID/hidden_states/c/N/N/.N.X.tmp",
     "upload: rename segments/ID/hidden_states/c/N/N/N",
+    "upload: rename segments/ID/inventory.json",
     "upload: stored segments/ID/inventory.json",
     "commit: rename manifest/part-N-X.parquet",
     "commit: before the entry of manifest",
     "commit: after the entry of manifest",
     "commit: fsync manifest/_delta_log",
     "free: open stagingN/ID/part-N/DONE",
+    "free: utime stagingN/ID/part-N/DONE",
     "remove: rename stagingN/.ID.gone",
+    "remove: remove stagingN/.ID.gone/lock",
     "remove: rmdir stagingN/.ID.gone",
     "vacuum commit: before the entry of manifest",
     "vacuum commit: after the entry of manifest",
     "vacuum: remove segments/ID/inventory.json",
+    "vacuum: remove segments/ID/hidden_states/c/N/N/.N.X.tmp",
     "vacuum: rmdir segments/ID",
     "plan commit: before the entry of plan",
     "plan commit: after the entry of plan",
+    *(f"commit: system call {call} of entry {nth}" for call, nth in NATIVE),
 )
+"""Points at each of which a process must have died; beside them at one of each phase at least."""
 
 
 @dataclass
@@ -132,12 +133,11 @@ def _template(base: Path, count: int) -> World:
     return make_world(base / f"template{count}", count)
 
 
-def writer(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
-    """The hook's life; a compactor comes by between."""
+def _writer(folder: Path, faults: Faults, buffered: bool) -> tuple[World, Child, set[str]]:
     world = _new(folder, 8)
     here, there = children.pipe()
     root = str(world.roots[0])
-    child = spawn(children.write_script, faults, world.url, root, world.names, there)
+    child = spawn(children.write_script, faults, world.url, root, world.names, buffered, there)
     there.close()
     with contextlib.suppress(EOFError, ConnectionResetError):
         while True:
@@ -146,6 +146,16 @@ def writer(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
             here.send("done")
     child.join()
     return world, child, acknowledged(world)
+
+
+def writer(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
+    """The hook's life; a compactor comes by between."""
+    return _writer(folder, faults, True)
+
+
+def slow_writer(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
+    """The same of a writer that makes parts when needed and journals every row at once."""
+    return _writer(folder, faults, False)
 
 
 def _staged(folder: Path) -> tuple[World, list[Hook]]:
@@ -197,9 +207,14 @@ def vacuum(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
     """A vacuum over what three killed compactors left."""
     world, hooks = _staged(folder)
     roots = [str(r) for r in world.roots]
-    for at in (60, 130, 175):
-        killed = spawn(children.compact_once, Faults(_roots(folder), at), world.url, roots, 600)
-        killed.join()
+    for step in (
+        "upload: fsync segments/ID/hidden_states/c/N/N/.N.X.tmp",
+        "upload: stored segments/ID/zarr.json",
+        "commit: before the entry of manifest",
+    ):
+        at = Faults(_roots(folder), (step, 1))
+        spawn(children.compact_once, at, world.url, roots, 600).join()
+    age(folder / "lake")
     known = acknowledged(world)
     child = spawn(children.vacuum_now, faults, world.url)
     child.join()
@@ -221,6 +236,7 @@ def plan(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
 
 SCENARIOS: dict[str, Scenario] = {
     "writer": writer,
+    "slow-writer": slow_writer,
     "compactor": compactor,
     "vacuum": vacuum,
     "plan": plan,
@@ -234,7 +250,7 @@ def run(
     scenario: Scenario,
     folder: Path,
     *,
-    kill_at: int | None = None,
+    kill_at: KillAt = None,
     lost_answers: bool = False,
     native: tuple[str, int] | None = None,
 ) -> Outcome:
@@ -282,28 +298,29 @@ class Tally:
     def missing(self) -> list[str]:
         """Named points and phases at which nobody died."""
         phases = {name.partition(": ")[0] for name in self.reached}
-        return [p for p in NAMED if not self.reached[p]] + [p for p in PHASES if p not in phases]
+        named = [p for p in NAMED if not self.reached[p] and p not in self.skipped]
+        return named + [p for p in _PHASES if p not in phases]
 
 
 def every_point(
     name: str, folders: Iterator[Path], tally: Tally, *, every: int = 1, lost_answers: bool = False
 ) -> None:
-    """Kill scenario `name` at every step, or at every `every`-th beside the first of each name."""
+    """Kill scenario `name` at every step, or at every `every`-th and at NAMED ones."""
     what = f"{name}, answers lost" if lost_answers else name
     whole = run(SCENARIOS[name], next(folders), lost_answers=lost_answers)
     tally.take(f"{what}, not killed", whole)
-    seen: set[str] = set()
-    for at, step in enumerate(whole.steps, 1):
+    seen: Counter[str] = Counter()
+    for at, step in enumerate(whole.steps):
+        seen[step] += 1
         if lost_answers and "commit" not in step:
             continue  # nothing differs there
-        known = step in seen or (every > 1 and step not in NAMED)
-        if at % every and known:
+        if at % every and (step not in NAMED or tally.reached[step]):
             continue
-        seen.add(step)
-        outcome = run(SCENARIOS[name], next(folders), kill_at=at, lost_answers=lost_answers)
-        tally.take(f"{what}, step {at} ({step})", outcome)
+        kill_at = (step, seen[step])
+        outcome = run(SCENARIOS[name], next(folders), kill_at=kill_at, lost_answers=lost_answers)
+        tally.take(f"{what}, {step} number {seen[step]}", outcome)
         if outcome.killed:
-            tally.reached[outcome.steps[-1]] += 1
+            tally.reached[step] += 1
 
 
 def native_points(folders: Iterator[Path], tally: Tally) -> None:
@@ -312,7 +329,7 @@ def native_points(folders: Iterator[Path], tally: Tally) -> None:
         outcome = run(compactor, next(folders), native=(call, nth))
         where = f"commit: system call {call} of entry {nth}"
         if not outcome.usable:
-            tally.skipped.append(f"{where}: no seccomp on this machine")
+            tally.skipped.append(where)  # no seccomp on this machine
             continue
         tally.take(where, outcome)
         if outcome.killed:
@@ -357,7 +374,7 @@ def main() -> int:
     for point, count in sorted(tally.reached.items()):
         print(f"{count:5}  {point}")
     for line in tally.skipped:
-        print(f"skipped: {line}")
+        print(f"skipped, as there is no seccomp here: {line}")
     for where, verdict in tally.bad:
         print(f"BAD {where}: {verdict}")
     missing = [] if options.scenario else tally.missing()

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,21 @@ _NAMES = (
 )
 
 
+KillAt = int | tuple[str, int] | None
+
+
 class Steps:
     """Steps of this process that touch something below `roots`.
 
-    `kill_at`: die at that step (from 1), or at none. `trace`: an open file descriptor that the
+    `kill_at`: die at that step (from 1), or at the n-th of a name (which differs less from run to
+    run where threads are), or at none. `trace`: an open file descriptor that the
     name of every step is written to, as it comes.
     """
 
-    def __init__(self, roots: tuple[str, ...], kill_at: int | None, trace: int | None) -> None:
+    def __init__(self, roots: tuple[str, ...], kill_at: KillAt, trace: int | None) -> None:
         self._roots, self._kill_at, self._trace = roots, kill_at, trace
         self.count = 0
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -43,10 +49,12 @@ class Steps:
     def step(self, what: str) -> None:
         """One step, about to happen."""
         with self._lock:
+            name = f"{self.phase}: {what}"
             self.count += 1
+            self._counts[name] += 1
             if self._trace is not None:
-                os.write(self._trace, f"{self.phase}: {what}\n".encode())
-            if self.count == self._kill_at:
+                os.write(self._trace, f"{name}\n".encode())
+            if self._kill_at in (self.count, (name, self._counts[name])):
                 os.kill(os.getpid(), signal.SIGKILL)
                 signal.pause()
 
