@@ -1,6 +1,7 @@
 """Processes that are killed: hook writers, compactors, vacuums, plans. Started from one that has
 imported everything, so that a new one costs milliseconds."""
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,9 +51,24 @@ Child = BaseProcess
 
 def spawn(work: Callable[..., None], faults: Faults, *args: Any) -> Child:
     """Start `work(steps, *args)` in a process of its own."""
+    _start_template()
     child = _CONTEXT.Process(target=_main, args=(work, faults, args), daemon=True)  # type: ignore[attr-defined]
     child.start()
     return child
+
+
+@functools.cache
+def _start_template() -> None:
+    """The process that all others are forked from. It imports by PYTHONPATH alone (Python 3.11)."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def pipe() -> tuple[Connection, Connection]:

@@ -28,6 +28,8 @@ from hslake.verify import verify
 from hslake.versions import vacuum
 from tests.lakes import random_states
 
+# For vacuum: also orphans of a machine whose clock is months ahead.
+EVERYTHING = timedelta(days=-300)
 LONG_AGO = 3600.0  # seconds: older than anything that somebody might still be at
 
 
@@ -82,10 +84,10 @@ class World:
         return new
 
 
-def write_plan(path: Path, names: Iterable[str]) -> None:
+def write_plan(path: Path, names: Iterable[str], source: str = "A1") -> None:
     """A file to plan these samples from."""
     rows = [
-        {"sample_id": n, "source": "A1", "input_ids": ids_of(n), "loss_mask": mask_of(n)}
+        {"sample_id": n, "source": source, "input_ids": ids_of(n), "loss_mask": mask_of(n)}
         for n in names
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -145,11 +147,21 @@ def judge(world: World, *, hidden: Sequence[str] = ()) -> Verdict:
     planned = Counter(r[0] for r in lake.sql("select sample_id from plan").fetchall())
     if planned != Counter(world.names):
         verdict.other.append(f"the plan has {len(planned)} samples of {len(world.names)}, or twice")
-    for name in live:
+    verdict.torn = judge_samples(world)
+    checked = verify(world.url, "full")
+    verdict.other += [f"verify: {d.segment_id} {d.what}" for d in checked.damage]
+    verdict.other += _remains(world)
+    return verdict
+
+
+def judge_samples(world: World) -> list[str]:
+    """Live samples that are not bit for bit what they were captured from."""
+    lake, torn = hslake.open(world.url), []
+    for (name,) in lake.sql("select sample_id from samples").fetchall():
         try:
             found = lake.read(name)
         except HslakeError as error:
-            verdict.torn.append(f"{name}: {error}")
+            torn.append(f"{name}: {error}")
             continue
         whole = (
             np.array_equal(found.hidden_states.view(np.uint16), states_of(lake.spec, name))
@@ -157,11 +169,8 @@ def judge(world: World, *, hidden: Sequence[str] = ()) -> Verdict:
             and found.loss_mask.tolist() == mask_of(name)
         )
         if not whole:
-            verdict.torn.append(name)
-    checked = verify(world.url, "full")
-    verdict.other += [f"verify: {d.segment_id} {d.what}" for d in checked.damage]
-    verdict.other += _remains(world)
-    return verdict
+            torn.append(name)
+    return torn
 
 
 def _remains(world: World) -> list[str]:
@@ -173,7 +182,7 @@ def _remains(world: World) -> list[str]:
     found = [f"compact: {m}" for m in report.messages()]
     for root in world.roots:
         found += [f"left in staging: {p}" for p in root.rglob("*")]
-    vacuum(world.url, retain=_NONE)
+    vacuum(world.url, retain=EVERYTHING)
     lake = hslake.open(world.url)
     named = {r[0] for r in lake.sql("select segment_id from segments").fetchall()}
     stored = set(lake.store.folders("segments"))
@@ -182,9 +191,6 @@ def _remains(world: World) -> list[str]:
     left = [p for p in Path(world.url).rglob("*") if p.name[0] == "." or "#" in p.name]
     found += [f"left in the lake: {p}" for p in left]
     return found
-
-
-_NONE = timedelta(0)
 
 
 def age(folder: Path) -> None:
