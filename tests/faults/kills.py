@@ -21,7 +21,7 @@ from typing import Any
 from hslake.compact import compact
 from tests.faults import children
 from tests.faults.children import Child, Faults, spawn
-from tests.faults.driver import Driver, Server, settle, staged
+from tests.faults.driver import Driver, Server, settle
 from tests.faults.results import RESULTS, record
 from tests.faults.world import Verdict, World, judge, make_world
 
@@ -61,7 +61,7 @@ def episode(folder: Path, kills: int, seed: int, *, hosts: int = 1) -> Episode:
     """`kills` SIGKILLs over the life of one lake under `folder`, then the oracle."""
     rng = random.Random(seed)
     done = Episode(seed)
-    world = make_world(folder, 20, roots=hosts)
+    world = make_world(folder, 40, roots=hosts)
     driver = Driver(world, rng)
     places = _places(world, hosts)
     try:
@@ -75,9 +75,7 @@ def episode(folder: Path, kills: int, seed: int, *, hosts: int = 1) -> Episode:
     done.samples = len(world.names)
     done.counts = driver.counts
     # What was acknowledged is in the lake or in staging: a compactor alone must find it.
-    lake_id = world.spec.lake_id
     acknowledged = set(driver.acknowledged)
-    staged(world, lake_id)
     compact(world.url, world.roots)
     missing, _ = driver.look()
     never = acknowledged & missing
@@ -167,8 +165,8 @@ def _kill_on(
         driver.turn([p.server for p in places if p.server is not None])
         if driver.idle and now >= next_pass:
             _, missing = driver.begin_pass()
-            if missing < 15:
-                world.plan(10)
+            if missing < 30:
+                world.plan(30)
             next_pass = time.monotonic() + 0.3
         time.sleep(0.01)
 
