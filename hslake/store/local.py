@@ -17,7 +17,8 @@ import numpy as np
 from hslake.errors import InvalidInput
 from hslake.store.written import Piece
 
-TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as _temp names them
+# As _temp names them, and as deltalake names a log entry that is not one yet.
+TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|\d{20}\..+#\d+")
 
 
 def sync_dir(folder: Path) -> None:

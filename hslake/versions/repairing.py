@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake import catalog, deltalog, manifest, tablefile
+from hslake import catalog, deltalog, manifest, tablefile, tablename
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, reason
 from hslake.lake import TABLES
 from hslake.schemas import arrow_schema
