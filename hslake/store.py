@@ -165,7 +165,7 @@ class Store:
                 "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
             ) from error
 
-    def put(self, path: str, data: bytes | Sequence[bytes]) -> None:
+    def put(self, path: str, data: bytes | Sequence[bytes | memoryview]) -> None:
         """Write `path`, replacing what is there, atomically. `data` may come in pieces."""
         if not self.is_local:
             whole = data if isinstance(data, bytes) else b"".join(data)
@@ -203,7 +203,7 @@ class Store:
                 temp.unlink(missing_ok=True)
             sync_dir(target.parent)
 
-    def _temp(self, path: str, data: bytes | Sequence[bytes]) -> tuple[Path, Path]:
+    def _temp(self, path: str, data: bytes | Sequence[bytes | memoryview]) -> tuple[Path, Path]:
         target = self.local(path)
         _make_dirs(target.parent)
         temp = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")

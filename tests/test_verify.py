@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hslake.segment import inventory
-from hslake.segment.write import write_segment
+from hslake.segment.write import fill
 from hslake.verify import verify
 from tests.lakes import MadeLake, make_lake
 
@@ -83,14 +83,14 @@ def test_full_looks_at_every_small_object(made: MadeLake) -> None:
 
 
 def test_a_stored_mask_that_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(store, spec, segment_id, samples):
+    def wrong(store, spec, segment_id, samples, *more):
         turned = []
         for s in samples:
             s.loss_mask[:] = s.loss_mask[::-1]  # as many ones
             turned.append(s)
-        return write_segment(store, spec, segment_id, iter(turned))
+        return fill(store, spec, segment_id, iter(turned), *more)
 
-    monkeypatch.setattr("hslake.compact.write_segment", wrong)
+    monkeypatch.setattr("hslake.compact.line.fill", wrong)
     made = make_lake(tmp_path, lengths=[200])
     (found,) = verify(made.url).damage
     assert found.sample_ids == ("A1-000000",) and "loss_mask differs from the plan's" in found.what
