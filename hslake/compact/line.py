@@ -1,7 +1,7 @@
-"""Segments on their way into the lake: one is encoded while those before it are stored and committed.
+"""Segments on their way into the lake: one is encoded while those before are stored and committed.
 
-The caller's thread encodes (on the workers), a thread of the line waits for the objects, commits in
-order, and settles what was committed. A segment is in the manifest, or nothing of it counts.
+The caller's thread encodes (on the workers); a thread of the line waits for the objects, commits
+in order, and settles what was committed. A segment is in the manifest, or nothing of it counts.
 """
 
 import logging
@@ -76,9 +76,8 @@ class Line:
         except BaseException:
             self._forget(batch)
             raise
-        self._behind.append(
-            (self._committer.submit(self._commit, lake, batch, sound, filled), filled)
-        )
+        committed = self._committer.submit(self._commit, lake, batch, sound, filled)
+        self._behind.append((committed, filled))
 
     def drain(self) -> None:
         """Wait until everything is committed. Raises as `put`."""

@@ -1,7 +1,7 @@
 """What a compactor holds of staging: its writers and parts, each under its lock.
 
-Locks are held from the look that finds a part until all that was taken from it is settled, or until
-nothing is under way any more. What cannot be looked at now is told and left alone; the rest goes on.
+Locks are held from the look that finds a part until all that was taken from it is settled, or
+until nothing is under way. What cannot be looked at now is told and left alone; the rest goes on.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from hslake.spec import LakeSpec
 from hslake.staging.check import check_part
 from hslake.staging.folder import COMPACT_LOCK, LOCK, remove_remains, remove_writer
 from hslake.staging.locks import Lock, try_lock
-from hslake.staging.part import DONE, JOURNAL, METADATA, READ_LOCK, SEALED, PartInfo, lost_journal
+from hslake.staging.part import DONE, JOURNAL, METADATA, READ_LOCK, PartInfo, lost_journal
 from hslake.staging.reader import WriterDir, part_attributes, read_part, read_writer, scan
 
 log = logging.getLogger("hslake.compact")
@@ -40,7 +40,7 @@ class Source:
     """
 
     info: PartInfo
-    lock: Lock
+    lock: Lock | None
     final: bool
     writer: Path
     judged: bool = False
@@ -181,23 +181,37 @@ class Sources:
 
     def _look_into(self, path: Path, held: _Writer, spec: LakeSpec) -> None:
         source = self.parts.get(path)
-        if source is not None:
-            if not source.final and not source.freed:
-                info = self._read(path, held.dead)
-                source.info, source.final = info, info.sealed or held.dead
+        if (source is not None and (source.final or source.freed)) or (path / DONE).exists():
             return
-        if (path / DONE).exists():
-            return
-        lock = try_lock(path / READ_LOCK, shared=True)
+        lock = source.lock if source is not None else None
+        lock = lock or try_lock(path / READ_LOCK, shared=True)
         if lock is None:
             return  # being recycled
         try:
-            check_part(path, part_attributes(path), spec)
+            if source is None:
+                check_part(path, part_attributes(path), spec)
             info = self._read(path, held.dead)
         except BaseException:
-            lock.release()
+            if source is None or source.lock is None:
+                lock.release()
             raise
-        self.parts[path] = Source(info, lock, info.sealed or held.dead, held.found.path)
+        final = info.sealed or held.dead
+        if source is None:
+            source = self.parts[path] = Source(info, lock, final, held.found.path)
+        source.info, source.final, source.lock = info, final, lock
+
+    def let_go_of_open(self) -> None:
+        """Release the locks of parts that are being filled and from which nothing is taken."""
+        for source in self.parts.values():
+            if not source.final and not source.open and source.lock is not None:
+                source.lock.release()
+                source.lock = None
+
+    def hold(self, source: Source) -> bool:
+        """Whether the part's lock is held (again)."""
+        if source.lock is None:
+            source.lock = try_lock(source.info.path / READ_LOCK, shared=True)
+        return source.lock is not None
 
     def _read(self, path: Path, dead: bool) -> PartInfo:
         known = self._sealed.get(path)
@@ -240,7 +254,8 @@ class Sources:
                     self._troubles.met(path, error)
                     continue
                 source.freed = True
-                source.lock.release()
+                if source.lock is not None:
+                    source.lock.release()
                 self._report.count(source.given_up, source.duplicates)
 
     def bury(self) -> None:
@@ -267,7 +282,7 @@ class Sources:
     def release(self) -> None:
         """Let go of everything: nothing that was taken from it is under way."""
         for source in self.parts.values():
-            if not source.freed:
+            if not source.freed and source.lock is not None:
                 source.lock.release()
         self.parts.clear()
         for held in self._writers.values():

@@ -190,6 +190,7 @@ class _Run:
     def _step(self) -> bool:
         """Look at staging, and store what is due. Whether there was anything."""
         self._report.looks += 1
+        self._tell()
         self._sources.look(self._spec, watch=self._options.watch)
         under_way = self._line.under_way()  # before the lake is opened, and before what is settled
         while self._settled:
@@ -201,7 +202,9 @@ class _Run:
             what = due(self._sources, self._waiting, under_way, limit)
         report = self._report
         report.backlog_samples, report.backlog_rows = backlog(self._sources, self._waiting)
-        parts = self._targets(what)
+        if what is not Due.ALL:
+            self._sources.let_go_of_open()
+        parts = [s for s in self._targets(what) if self._sources.hold(s)]
         if not parts:
             return False
         # Opened after the journals were read: whatever they hold was planned before that.

@@ -1,4 +1,4 @@
-"""Frames of the codec `blosc` (zstd, byte shuffle, 2-byte items), made here and read by every Blosc.
+"""Frames of the codec `blosc` (zstd, byte shuffle, 2-byte items): made here, read by any Blosc.
 
 A Blosc frame says how it was split and holds ordinary zstd frames; how these are searched for
 matches is the encoder's choice. In hidden states of 16 bits the upper byte (sign and most of the

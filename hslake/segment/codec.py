@@ -108,7 +108,7 @@ def encode_body(spec: LakeSpec, rows: np.ndarray) -> bytes | memoryview:
         return bytes(_BLOSC.encode(bits))  # which keeps what does not get shorter as it is
     if spec.codec == "bf16plane":
         return bf16plane.encode(bits)
-    return memoryview(bits).cast("B")
+    return bits.view(np.uint8).data
 
 
 def decode_chunk(

@@ -41,7 +41,7 @@ class StagedRows:
         """Fill C-contiguous `out` with the rows from `at`. Raises Corrupt for a file that is
         missing or short, PartUnavailable when the machine cannot read it now."""
         row = self.dtype.itemsize * (self.shape[1] if len(self.shape) > 1 else 1)
-        view = memoryview(out).cast("B")
+        view = out.reshape(-1).view(np.uint8).data
         offset, done = (self.first + at) * row, 0
         try:
             fd = os.open(self.file, os.O_RDONLY)
