@@ -16,7 +16,7 @@ from hslake import catalog, tablename
 from hslake.errors import Corrupt, Missing, Unavailable
 from hslake.segment import inventory, shard
 from hslake.segment.layout import hidden_grid, new_segment_id
-from hslake.segment.write import write_segment
+from hslake.segment.write import fill
 from hslake.store import Store
 from hslake.verify import VerifyReport, states, verify
 from tests.faults import flips, flipworld
@@ -102,14 +102,14 @@ def test_full_looks_at_every_small_object(made: MadeLake) -> None:
 
 
 def test_a_stored_mask_that_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(store, spec, segment_id, samples):
+    def wrong(store, spec, segment_id, samples, *more):
         turned = []
         for s in samples:
             s.loss_mask[:] = s.loss_mask[::-1]  # as many ones
             turned.append(s)
-        return write_segment(store, spec, segment_id, iter(turned))
+        return fill(store, spec, segment_id, iter(turned), *more)
 
-    monkeypatch.setattr("hslake.compact.write_segment", wrong)
+    monkeypatch.setattr("hslake.compact.line.fill", wrong)
     made = make_lake(tmp_path, lengths=[200])
     (found,) = verify(made.url).damage
     assert found.sample_ids == ("A1-000000",) and "loss_mask differs from the plan's" in found.what

@@ -5,12 +5,14 @@ and lays a sample's chunks one behind the other. Readers see a standard shard ei
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from hslake.errors import Corrupt, InvalidInput
 from hslake.segment.codec import crc, strip_crc
 from hslake.segment.layout import Grid
+from hslake.store import Piece
 
 _MARK = b"HSLKNAME"
 NAME_BYTES = len(_MARK) + 16
@@ -31,21 +33,22 @@ class ShardWriter:
 
     def __init__(self, grid: Grid) -> None:
         self._index = np.full((*grid.index_shape, 2), ABSENT, "<u8")
-        self._parts: list[bytes] = []
+        self._parts: list[Piece] = []
         self._size = 0
 
-    def add(self, stream: int, chunk: int, data: bytes) -> None:
-        """Append the encoded chunk number `chunk` (within the shard) of `stream`.
+    def add(self, stream: int, chunk: int, pieces: Sequence[Piece]) -> None:
+        """Append the encoded chunk number `chunk` (within the shard) of `stream`, in pieces.
 
         Raises InvalidInput when it has already been added.
         """
         if self._index[stream, chunk, 0] != ABSENT:
             raise InvalidInput(f"chunk {chunk} of stream {stream} was added to the shard twice")
-        self._index[stream, chunk] = (self._size, len(data))
-        self._parts.append(data)
-        self._size += len(data)
+        size = sum(map(len, pieces))
+        self._index[stream, chunk] = (self._size, size)
+        self._parts += pieces
+        self._size += size
 
-    def finish(self, name: bytes = b"") -> list[bytes]:
+    def finish(self, name: bytes = b"") -> list[Piece]:
         """The shard's bytes, in pieces: joining them would copy hundreds of megabytes. The writer
         is empty afterwards and must not be used again. `name`: see `name_of`."""
         index = self._index.tobytes()
