@@ -115,20 +115,20 @@ def test_what_is_planned_only_is_not_captured_any_more(made: MadeLake, tmp_path:
 
 def test_a_compactor_that_read_the_plan_before(made: MadeLake, monkeypatch) -> None:
     """It commits after the deletion, and neither brings the sample back nor keeps its bytes."""
-    from hslake.segment.write import write_segment
+    from hslake.compact.line import finish
 
     names = made.plan([70, 80, 90])
     made.stage(names)
     written: list[str] = []
 
-    def then_delete(store, spec, segment_id, samples):
-        info = write_segment(store, spec, segment_id, samples)
+    def then_delete(filled, paranoid):
+        info = finish(filled, paranoid)
         if not written:
             delete(made.url, f"sample_id = '{names[1]}'")
-        written.append(segment_id)
+        written.append(info.segment_id)
         return info
 
-    monkeypatch.setattr("hslake.compact.write_segment", then_delete)
+    monkeypatch.setattr("hslake.compact.line.finish", then_delete)
     report = compact(made.url, [made.staging])
     assert report.samples == 2 and report.abandoned == {"deleted": 1} and len(written) == 2
     assert written[0] not in stored(made.lake)
