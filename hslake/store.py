@@ -35,8 +35,8 @@ _LOCAL = ("file://", "local://")
 _TAKEN = (errno.EEXIST, errno.EINVAL)  # s3fs reports a lost conditional put of Ceph as EINVAL
 
 
-# As _temp names them, and as deltalake names a log entry that is not one yet.
-_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|\d{20}\..+#\d+")
+# As _temp names them, and as deltalake names what it has not finished in a log.
+_TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|(\d{20}\..+|_last_checkpoint)#\d+")
 _PROBE = ".hslake-probe-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
