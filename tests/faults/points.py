@@ -17,12 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import hslake
+from hslake import catalog, manifest
 from hslake import plan as plans
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
+from hslake.store import open_store
 from tests.faults import children
 from tests.faults.children import Child, Faults, spawn
 from tests.faults.driver import acknowledged, settle
@@ -41,7 +44,19 @@ from tests.faults.world import (
     write_plan,
 )
 
-NATIVE = (("create", 1), ("write", 1), ("link", 1), ("unlink", 1), ("link", 2), ("unlink", 2))
+NATIVE = (
+    *(("compactor", call, 1) for call in ("create", "write", "link", "unlink")),
+    *(("compactor", call, 2) for call in ("link", "unlink")),
+    ("checkpoint", "rename", 2),  # the second entry of that scenario is followed by a checkpoint
+)
+"""(scenario, kind of system call, n): deaths inside Delta's own writing of the n-th log entry."""
+_CHECKPOINT = 99  # the version at which deltalake writes its first one
+
+
+def _native(scenario: str, call: str, nth: int) -> str:
+    return f"commit: system call {call} of entry {nth}, {scenario}"
+
+
 _PHASES = (
     *("birth", "make", "reserve", "write", "seal", "recycle", "status"),
     *("take", "encode", "upload", "commit", "free", "remove", "vacuum"),
@@ -96,7 +111,7 @@ NAMED = (
     "vacuum: rmdir segments/ID",
     "plan commit: before the entry of plan",
     "plan commit: after the entry of plan",
-    *(f"commit: system call {call} of entry {nth}" for call, nth in NATIVE),
+    *(_native(*each) for each in NATIVE),
 )
 """Points at each of which a process must have died; beside them at one of each phase at least."""
 
@@ -124,13 +139,19 @@ def _roots(folder: Path) -> tuple[str, ...]:
     return (str(folder / "lake"), str(folder))
 
 
-def _new(folder: Path, count: int) -> World:
-    return copy_world(_template(folder.parent, count), folder)
+def _new(folder: Path, count: int, version: int = 0) -> World:
+    return copy_world(_template(folder.parent, count, version), folder)
 
 
 @functools.cache
-def _template(base: Path, count: int) -> World:
-    return make_world(base / f"template{count}", count)
+def _template(base: Path, count: int, version: int) -> World:
+    world = make_world(base / f"template{count}-{version}", count)
+    store = open_store(world.url)
+    for at in range(version):
+        row = {"op": "condemn", "segment_id": f"none{at}", "committed_at": datetime.now(UTC)}
+        rows = manifest.rows([row])
+        catalog.commit(store, "manifest", lambda _: rows, f"filler-{at}")  # noqa: B023
+    return world
 
 
 def _writer(folder: Path, faults: Faults, buffered: bool) -> tuple[World, Child, set[str]]:
@@ -158,10 +179,10 @@ def slow_writer(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
     return _writer(folder, faults, False)
 
 
-def _staged(folder: Path) -> tuple[World, list[Hook]]:
-    """A world with the parts of two writers: a living one with a sealed part and an open one, in
-    which a sample is half there, and one that was killed."""
-    world = _new(folder, 9)
+def _staged(folder: Path, version: int = 0) -> tuple[World, list[Hook]]:
+    """A world at a version of its manifest with the parts of two writers: a living one, which has
+    a sealed part and an open one with a sample half there, and one that was killed."""
+    world = _new(folder, 9, version)
     names = iter(world.names)
     settings = {"part_tokens": 900, "max_parts": 3, "idle_s": 0.0}
 
@@ -194,7 +215,16 @@ def _after(world: World, hooks: Sequence[Hook]) -> None:
 
 def compactor(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
     """One pass over a living and a dead writer."""
-    world, hooks = _staged(folder)
+    return _compactor(folder, faults, 0)
+
+
+def checkpoint(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
+    """The same in a lake of many versions: deltalake writes a checkpoint behind one of them."""
+    return _compactor(folder, faults, _CHECKPOINT - 2)
+
+
+def _compactor(folder: Path, faults: Faults, version: int) -> tuple[World, Child, set[str]]:
+    world, hooks = _staged(folder, version)
     known = acknowledged(world)
     roots = [str(r) for r in world.roots]
     child = spawn(children.compact_once, faults, world.url, roots, 600)
@@ -235,11 +265,11 @@ def plan(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "writer": writer,
-    "slow-writer": slow_writer,
+    "plan": plan,
     "compactor": compactor,
     "vacuum": vacuum,
-    "plan": plan,
+    "slow-writer": slow_writer,
+    "writer": writer,
 }
 
 
@@ -294,6 +324,7 @@ class Tally:
         self.kills += outcome.killed
         if not outcome.verdict.ok:
             self.bad.append((where, outcome.verdict))
+            print(f"BAD {where}: {outcome.verdict}", flush=True)
 
     def missing(self) -> list[str]:
         """Named points and phases at which nobody died."""
@@ -305,7 +336,8 @@ class Tally:
 def every_point(
     name: str, folders: Iterator[Path], tally: Tally, *, every: int = 1, lost_answers: bool = False
 ) -> None:
-    """Kill scenario `name` at every step, or at every `every`-th and at NAMED ones."""
+    """Kill scenario `name` at every step; or at the first of every name that is NAMED, or of every
+    name at all if `every` is below 10, and at each `every`-th."""
     what = f"{name}, answers lost" if lost_answers else name
     whole = run(SCENARIOS[name], next(folders), lost_answers=lost_answers)
     tally.take(f"{what}, not killed", whole)
@@ -314,7 +346,7 @@ def every_point(
         seen[step] += 1
         if lost_answers and "commit" not in step:
             continue  # nothing differs there
-        if at % every and (step not in NAMED or tally.reached[step]):
+        if at % every and seen[step] > (step in NAMED or every < 10):
             continue
         kill_at = (step, seen[step])
         outcome = run(SCENARIOS[name], next(folders), kill_at=kill_at, lost_answers=lost_answers)
@@ -325,17 +357,19 @@ def every_point(
 
 def native_points(folders: Iterator[Path], tally: Tally) -> None:
     """Die inside Delta's own writing of a log entry."""
-    for call, nth in NATIVE:
-        outcome = run(compactor, next(folders), native=(call, nth))
-        where = f"commit: system call {call} of entry {nth}"
+    for name, call, nth in NATIVE:
+        outcome = run(
+            {**SCENARIOS, "checkpoint": checkpoint}[name], next(folders), native=(call, nth)
+        )
+        where = _native(name, call, nth)
         if not outcome.usable:
             tally.skipped.append(where)  # no seccomp on this machine
             continue
-        tally.take(where, outcome)
-        if outcome.killed:
+        if outcome.killed and outcome.steps[-1].startswith("commit: before the entry"):
             tally.reached[where] += 1
         else:
-            tally.bad.append((where, Verdict(other=["never reached"])))
+            outcome.verdict.other.append("it did not die there")
+        tally.take(where, outcome)
 
 
 def fresh_folders(base: Path) -> Iterator[Path]:
@@ -366,17 +400,15 @@ def main() -> int:
     names = options.scenario or list(SCENARIOS)
     for name in names:
         every_point(name, folders, tally, every=options.every)
+        if name == "compactor":
+            native_points(folders, tally)
+            every_point(name, folders, tally, every=options.every, lost_answers=True)
         print(f"{name}: {tally.runs} runs, {time.monotonic() - began:.0f} s", flush=True)
-    if "compactor" in names:
-        every_point("compactor", folders, tally, every=options.every, lost_answers=True)
-        native_points(folders, tally)
     shutil.rmtree(base, ignore_errors=True)
     for point, count in sorted(tally.reached.items()):
         print(f"{count:5}  {point}")
     for line in tally.skipped:
         print(f"skipped, as there is no seccomp here: {line}")
-    for where, verdict in tally.bad:
-        print(f"BAD {where}: {verdict}")
     missing = [] if options.scenario else tally.missing()
     for point in missing:
         print(f"NEVER REACHED {point}")

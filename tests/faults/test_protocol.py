@@ -72,6 +72,33 @@ def test_another_at_every_step_of_a_compactor(tmp_path, template, other, fault):
     assert steps > 7  # others are of threads that store
 
 
+def test_a_commit_at_every_step_of_a_vacuum(tmp_path, template):
+    steps, after = 0, None
+    while after != 0:
+        world = copy_world(template, tmp_path / str(steps))
+        lake = open_lake(world.url)
+        batch = list(protocol.captured(world)[0].values())
+        with instruments():
+            slow = Actor(lambda: compact._publish(lake, batch, CompactReport(), None))  # noqa: B023
+            while slow.at != "append":  # its segment is there, and nobody names it yet
+                slow.step()
+            url = world.url
+            vacuum = Actor(lambda: versions.vacuum(url, retain=timedelta(0)))  # noqa: B023
+            for _ in range(steps):
+                vacuum.step()
+            for actor in (slow, vacuum):
+                after = 0
+                while actor.at is not None:
+                    actor.step()
+                    after += 1
+        assert slow.error is None and vacuum.error is None
+        assert judge_samples(world) == []
+        live = open_lake(world.url).sql("select sample_id from samples order by 1").fetchall()
+        assert [r[0] for r in live] == world.names
+        steps += 1
+    assert steps > 4
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["same", "other content"])
 def test_two_plans_at_once(tmp_path: Path, same: bool) -> None:
     template = make_world(tmp_path / "template", 1)
