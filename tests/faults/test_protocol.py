@@ -79,7 +79,7 @@ def test_a_commit_at_every_step_of_a_vacuum(tmp_path, template):
         lake = open_lake(world.url)
         batch = list(protocol.captured(world)[0].values())
         with instruments():
-            slow = Actor(lambda: compact._publish(lake, batch, CompactReport(), None))  # noqa: B023
+            slow = Actor(lambda: publish(lake, batch, CompactReport()))  # noqa: B023
             while slow.at != "append":  # its segment is there, and nobody names it yet
                 slow.step()
             url = world.url
