@@ -20,7 +20,7 @@ from pathlib import Path
 import hslake
 from hslake.compact import compact
 from tests.faults.children import Faults
-from tests.faults.driver import settle
+from tests.faults.driver import settle, told
 from tests.faults.instruments import UNUSABLE
 from tests.faults.results import RESULTS, record
 from tests.faults.scenarios import SCENARIOS, Scenario, checkpoint, roots_of
@@ -138,6 +138,7 @@ def run(
     if not killed and child.exitcode != 0:
         verdict.other.append(f"the child ended with {child.exitcode}")
     # What was acknowledged needs nobody to ask for it again.
+    known |= told(world)
     report = compact(world.url, world.roots)
     live = {r[0] for r in hslake.open(world.url).sql("select sample_id from samples").fetchall()}
     lost = sorted(known - live)

@@ -31,9 +31,13 @@ AT = {
 }
 
 
-@pytest.mark.parametrize(("scenario", "step"), [(s, p) for s, some in AT.items() for p in some])
-def test_nothing_is_lost_repeated_or_torn_by_a_crash(tmp_path, scenario, step):
-    found = points.run(SCENARIOS[scenario], tmp_path / "run", kill_at=(step, 1))
+CASES = [(scenario, step, 1) for scenario, some in AT.items() for step in some]
+CASES.append(("writer", "write: frame bytes magic, none", 10))  # a sample's end, or its event
+
+
+@pytest.mark.parametrize(("scenario", "step", "nth"), CASES)
+def test_nothing_is_lost_repeated_or_torn_by_a_crash(tmp_path, scenario, step, nth):
+    found = points.run(SCENARIOS[scenario], tmp_path / "run", kill_at=(step, nth))
     assert found.killed and found.steps[-1] == step
     assert found.verdict.ok, found.verdict
 
