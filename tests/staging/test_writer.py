@@ -354,12 +354,12 @@ def test_no_scan_sees_a_writer_before_it_holds_its_lock(tmp_path, monkeypatch):
     seen = []
 
     def looking(path, **more):
-        seen.extend(scan(tmp_path))
+        seen.append(scan(tmp_path))
         return try_lock(path, **more)
 
-    monkeypatch.setattr("hslake.staging.folder.try_lock", looking)
+    monkeypatch.setattr("hslake.staging.births.try_lock", looking)
     w = writer(tmp_path, spec())
-    assert seen == [] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
+    assert seen == [[]] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
     (mine,) = tmp_path.iterdir()  # nothing of its birth is left
     code = "import sys, pathlib as p; from hslake.staging.locks import is_locked as l; "
     code += "sys.exit(int(l(p.Path(sys.argv[1]))))"
