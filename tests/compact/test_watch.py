@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hslake.compact.line
+import hslake.compact.sources
 import hslake.compact.trouble
+import hslake.compact.watch
+import hslake.staging.rows
 from hslake.compact import compact
 from hslake.compact.line import commit
 from hslake.compact.watch import GRACE_S
@@ -282,10 +286,6 @@ def test_watch_outlives_the_store(
     where: str,
 ) -> None:
     made.stage(made.plan([10, 20]))
-    import hslake.compact.line
-    import hslake.compact.watch
-    import hslake.store  # noqa: F401
-
     targets = {
         "put": "hslake.store.Store.put",
         "commit": "hslake.compact.line.commit",
@@ -314,7 +314,7 @@ def test_watch_outlives_the_store(
 
     monkeypatch.setattr(Path, "touch", touch)
     with caplog.at_level(logging.WARNING, "hslake.compact"):
-            report = looks(made, until=lambda report: report.samples == 2 and not report.troubles)
+        report = looks(made, until=lambda report: report.samples == 2 and not report.troubles)
     assert freed == [3]  # not before they were committed
     assert report.tries >= 1 and report.last_error and not report.troubles
     told = [r.getMessage() for r in caplog.records if "tried again until" in r.getMessage()]
@@ -327,9 +327,9 @@ def test_what_a_failed_segment_stored_is_removed(
 ) -> None:
     before = segments(made)
     made.stage(made.plan([10, 20]))
-    import hslake.store  # noqa: F401
-
-    failing(monkeypatch, "hslake.store.Store.put", Unavailable("503"), 1, only="loss_mask/zarr.json")
+    failing(
+        monkeypatch, "hslake.store.Store.put", Unavailable("503"), 1, only="loss_mask/zarr.json"
+    )
     with pytest.raises(Unavailable):
         compact(made.url, [made.staging])
     assert segments(made) == before
@@ -354,7 +354,6 @@ def test_a_part_that_cannot_be_looked_into_stops_no_other(
     for name in names:
         made.stage([name])
     first, second = sorted(w.path for w in scan(made.staging))
-    import hslake.compact.sources
 
     error: Exception = OSError(code, "not now")
     if what == "part_attributes":
@@ -388,13 +387,10 @@ def test_a_root_that_is_not_there_stops_no_other(made: MadeLake, tmp_path: Path)
     check(made)
 
 
-def test_rows_that_cannot_be_read_now_wait(
-    made: MadeLake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_cannot_be_read_now_wait(made: MadeLake, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in made.plan([300, 400]):
         made.stage([name])
     first = sorted(w.path for w in scan(made.staging))[0]
-    import hslake.staging.rows  # noqa: F401
 
     def unreadable(rows: Any, at: int, out: np.ndarray) -> None:
         if first in rows.file.parents and "hidden_states" in str(rows.file):
