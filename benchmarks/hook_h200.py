@@ -1,6 +1,7 @@
 """What the dump hook costs a real SGLang server, beside what people do today.
 
     python benchmarks/hook_h200.py --model DIR                     # one GPU, all modes
+    python benchmarks/hook_h200.py --model DIR --modes none,hslake,plain --prompts 1024 --repeats 8
     python benchmarks/hook_h200.py --model DIR --tp 2 --modes none,hslake --merge FILE --out FILE
     python benchmarks/hook_h200.py --model DIR --endurance 5000000 --staging-bytes 8e9
     python benchmarks/hook_h200.py --model DIR --endurance 5000000 --modes none,torch_save,http
@@ -9,7 +10,9 @@
 
 Prefill tokens a second of the same server, with the same flags and prompts, in four modes: `none`
 (no capture), `hslake` (the hook into staging, `hslake compact --watch` beside it), `torch_save`
-(torch.save per request to /dev/shm inside the forward) and `http` (return_hidden_states). All
+(torch.save per request to /dev/shm inside the forward) and `http` (return_hidden_states). A fifth,
+`plain`, sends other people's requests to the servers of `hslake`: where the CPU is the bound, two
+servers alike differ by more than the hook costs, and one server between its runs does not. All
 servers run side by side on the same GPUs and take turns, so that a drifting clock or neighbour
 meets all of them; of eight cores or more they get one half, and the load generator and the
 compactor the other. After every hslake run everything it sent must be in the lake, once, and is
@@ -42,7 +45,7 @@ from benchmarks.hook import lakeside, machine, prompts, results, servers, settin
 from benchmarks.hook.endurance import endurance  # noqa: E402
 from benchmarks.hook.lakeside import LakeSide  # noqa: E402
 from benchmarks.hook.measure import Clock, Measure  # noqa: E402
-from benchmarks.hook.settings import HSLAKE, MODES, Settings  # noqa: E402
+from benchmarks.hook.settings import DEFAULT_MODES, HSLAKE, PLAIN, Settings  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/hook_h200.json"
 FAST = 600e6  # bytes a second that a disk must write to hold the lake of `--lake-dir auto`
@@ -65,14 +68,18 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = p.add_argument
     add("--model", type=Path, help="model folder; on a GPU its weights are made up (dummy)")
-    add("--modes", type=settings.modes, help="none,hslake,torch_save,http [default: all of them]")
+    add(
+        "--modes",
+        type=settings.modes,
+        help="none,hslake,plain,torch_save,http [default: all but plain]",
+    )
     add("--prompts", type=settings.numbers, default=(1024, 8192), help="tokens of a prompt")
     add("--concurrency", type=settings.numbers, default=(8, 32), help="requests at once")
     add("--tokens", type=float, default=400_000, help="of each run, after its warm-up")
     add("--other-tokens", type=float, help="of a torch_save run [default: as --tokens]")
     add("--http-tokens", type=float, default=16_384, help="of an http run (about 650 a second)")
     add("--warmup", type=float, default=32_768, help="tokens before each run")
-    add("--repeats", type=int, default=2, help="runs of none and hslake in a cell")
+    add("--repeats", type=int, default=2, help="runs of none, hslake and plain in a cell")
     add("--other-repeats", type=int, default=1, help="runs of torch_save in a cell")
     add("--instances", type=int, default=1, help="servers of none and of hslake, taking turns")
     add("--tp", type=int, default=1)
@@ -103,18 +110,20 @@ def read_settings(args: argparse.Namespace) -> Settings:
         raise SystemExit(f"--model {args.model}: expected a folder with a config.json")
     if args.dp_attention > 1 and args.tp % args.dp_attention:
         raise SystemExit(f"--dp-attention {args.dp_attention} needs a --tp that it divides")
-    longest, cells = max(args.prompts), args.modes or MODES
+    longest, cells = max(args.prompts), args.modes or DEFAULT_MODES
     if args.endurance:
         cells = args.modes or ()
-        if HSLAKE in cells:
+        if {HSLAKE, PLAIN} & set(cells):
             raise SystemExit(
                 "--endurance takes the whole plan: measure hslake's cells in another call"
             )
         longest = max(longest, prompts.LONGEST // (16 if args.smoke else 1))
+    if PLAIN in cells and HSLAKE not in cells:
+        raise SystemExit("--modes plain needs hslake too: it is sent to the servers of hslake")
     part = max(args.part_tokens, -(-longest // 1024) * 1024)
     return Settings(
         model=args.model.resolve(),
-        modes=tuple(m for m in MODES if m in cells or (m == HSLAKE and args.endurance)),
+        modes=tuple(m for m in DEFAULT_MODES if m in cells or (m == HSLAKE and args.endurance)),
         cells=cells,
         prompts=args.prompts,
         concurrency=args.concurrency,
@@ -296,10 +305,13 @@ class Bench:
             )
             self.out["endurance"].append(row)
             results.save(self.out, self.args.out)
+        members = {mode: one for mode, one in self.servers.items() if mode in self.s.cells}
+        if PLAIN in self.s.cells and HSLAKE in self.servers:
+            members[PLAIN] = self.servers[HSLAKE]
         Measure(
             self.s,
             spec,
-            {mode: one for mode, one in self.servers.items() if mode in self.s.cells},
+            members,
             self.side,
             saved,
             self.out,

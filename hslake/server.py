@@ -142,6 +142,12 @@ class ServerStatus:
         return replace(self, writers=tuple(empty))
 
     @property
+    def gpu_retries(self) -> int:
+        """Times that the writers' GPUs ran out of memory and freed some first."""
+        found = (w.get("hook", {}).get("gpu_retries", 0) for w in self.raw["writers"])
+        return int(sum(found))
+
+    @property
     def cursors(self) -> dict[str, int]:
         """What to pass as `since` to get only newer events."""
         return {w.writer: w.cursor for w in self.writers}

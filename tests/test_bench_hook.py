@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.hook import machine, measure, prompts, results, servers, settings
 from benchmarks.hook.lakeside import LakeSide
-from benchmarks.hook.settings import HSLAKE, HTTP, NONE, TORCH_SAVE, Settings
+from benchmarks.hook.settings import HSLAKE, HTTP, NONE, PLAIN, TORCH_SAVE, Settings
 from tests.lakes import damage_sample, make_lake
 
 
@@ -79,6 +79,20 @@ def test_a_run_is_compared_with_the_none_runs_beside_it() -> None:
     assert [c["mode"] for c in ours] == [NONE, HSLAKE, TORCH_SAVE]
 
 
+def test_plain_is_compared_with_on_the_same_server_only() -> None:
+    runs = [
+        a_run(PLAIN, 100, 1, instance=0),
+        a_run(HSLAKE, 98, 2, instance=0),
+        a_run(PLAIN, 5000, 3, instance=1),
+        a_run(HSLAKE, 4000, 4, instance=1),
+        a_run(PLAIN, 96, 5, instance=0),
+    ]
+    of = {c["mode"]: c for c in results.cells(runs)}
+    assert of[HSLAKE]["ratios_to_plain"] == [98 / 98, 4000 / 5000]
+    assert of[HSLAKE]["ratio_to_plain"] == pytest.approx(0.9)
+    assert of[HSLAKE]["ratio_to_none"] is None and "ratio_to_plain" not in of[PLAIN]
+
+
 def test_the_summary_names_the_worst_cell_and_adds_what_was_checked() -> None:
     all_of = results.empty() | {
         "runs": [
@@ -137,6 +151,15 @@ def test_modes_take_turns(tmp_path: Path) -> None:
         *(HSLAKE, NONE),
         *(NONE, HSLAKE),
     ]
+
+
+def test_plain_takes_its_turns_on_the_servers_of_hslake(tmp_path: Path) -> None:
+    s = some_settings(cells=(NONE, HSLAKE, PLAIN), modes=(NONE, HSLAKE), instances=2, repeats=4)
+    it = measuring(s, [], tmp_path)
+    it.servers = {NONE: ["n0", "n1"], HSLAKE: ["h0", "h1"], PLAIN: ["h0", "h1"]}  # type: ignore[dict-item,list-item]
+    turns = it.turns(100, 8)
+    assert sorted(turns) == sorted((r, m) for r in range(4) for m in (NONE, HSLAKE, PLAIN))
+    assert all(it._server(PLAIN, r) == it._server(HSLAKE, r) for r, _ in turns)
 
 
 def test_what_an_earlier_call_measured_is_not_measured_again(tmp_path: Path) -> None:

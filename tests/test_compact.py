@@ -405,8 +405,8 @@ def test_a_segment_that_a_vacuum_takes_away_is_written_again(tmp_path, monkeypat
     made.stage(made.plan([30, 40]))
     taken: list[str] = []
 
-    def then_vacuum(filled):
-        info = finish(filled)
+    def then_vacuum(filled, paranoid):
+        info = finish(filled, paranoid)
         if len(taken) < 2:
             time.sleep(0.002)  # older than 0 s
             taken.extend(vacuum(made.url, timedelta(0)).segments)

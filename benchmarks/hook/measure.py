@@ -11,7 +11,16 @@ from hslake_sglang.process import ServerProcess
 
 from benchmarks.hook import lakeside, load, prompts, results
 from benchmarks.hook.lakeside import LakeSide
-from benchmarks.hook.settings import HSLAKE, HTTP, NONE, PREFIX, SLOWEST, TORCH_SAVE, Settings
+from benchmarks.hook.settings import (
+    HSLAKE,
+    HTTP,
+    NONE,
+    PLAIN,
+    PREFIX,
+    SLOWEST,
+    TORCH_SAVE,
+    Settings,
+)
 from hslake.ids import RequestId, new_attempt
 from hslake.spec import LakeSpec
 
@@ -67,7 +76,7 @@ class Measure:
     def turns(self, prompt: int, concurrency: int) -> list[tuple[int, str]]:
         """(repeat, mode) of one prompt length and concurrency. Each round starts one mode further,
         so that no mode always follows the same one."""
-        modes = [m for m in (NONE, HSLAKE, TORCH_SAVE) if m in self.servers]
+        modes = [m for m in (NONE, HSLAKE, PLAIN, TORCH_SAVE) if m in self.servers]
         if all(self._have(m, prompt, concurrency) for m in modes):
             return []
         found = []

@@ -2,7 +2,8 @@
 
 A cell is (config, mode, prompt, concurrency) with all its runs. The ratio of an hslake (or other)
 run is its rate over the mean of the `none` runs next to it in time, one on each side where there
-are, of the same prompts, concurrency and call: machines drift.
+are, of the same prompts, concurrency and call: machines drift. The
+ratio to `plain` is made of the runs of the very same server.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hook.settings import HSLAKE, MODES, NONE
+from benchmarks.hook.settings import HSLAKE, MODES, NONE, PLAIN
 
 Row = dict[str, Any]
 KEY = ("config", "prompt", "concurrency")
@@ -48,9 +49,9 @@ def good(run: Row) -> bool:
     return not run["errors"]
 
 
-def neighbours(run: Row, nones: Sequence[Row]) -> list[Row]:
-    """The `none` runs of the same session and prompts just before and just after `run`."""
-    same = [n for n in nones if n["session"] == run["session"]]
+def neighbours(run: Row, others: Sequence[Row]) -> list[Row]:
+    """The runs of `others` of the same session and prompts just before and just after `run`."""
+    same = [n for n in others if n["session"] == run["session"]]
     same = [n for n in same if all(n[k] == run[k] for k in KEY)]
     before = [n for n in same if n["started"] < run["started"]]
     after = [n for n in same if n["started"] > run["started"]]
@@ -59,29 +60,36 @@ def neighbours(run: Row, nones: Sequence[Row]) -> list[Row]:
 
 
 def cells(runs: Sequence[Row]) -> list[Row]:
-    """Runs grouped into cells, with medians and ratios to `none`."""
-    nones = [r for r in runs if r["mode"] == NONE and good(r)]
+    """Runs grouped into cells, with medians and ratios to `none` and to `plain`."""
+    nones, plains = ([r for r in runs if r["mode"] == m and good(r)] for m in (NONE, PLAIN))
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in sorted(runs, key=lambda r: r["started"]):
         groups.setdefault((*(run[k] for k in KEY), run["mode"]), []).append(run)
     found = []
     for (config, prompt, concurrency, mode), members in groups.items():
         fine = [r for r in members if good(r)]
-        ratios = []
-        for run in fine if mode != NONE else ():
-            near = neighbours(run, nones)
-            if near:
-                ratios.append(run["rate"] / statistics.mean(n["rate"] for n in near))
+        ratios = _ratios(fine, nones) if mode != NONE else []
+        same = []
+        for run in fine if mode == HSLAKE else ():
+            same += _ratios([run], [p for p in plains if p["instance"] == run["instance"]])
         cell: Row = {"config": config, "mode": mode, "prompt": prompt, "concurrency": concurrency}
         cell["tokens"] = sum(r["tokens"] for r in fine)
         cell["rate"] = statistics.median(r["rate"] for r in fine) if fine else None
         cell["rates"] = [r["rate"] for r in fine]
         cell["ratio_to_none"] = statistics.median(ratios) if ratios else None
         cell["ratios"] = ratios
+        if same:
+            cell |= {"ratio_to_plain": statistics.median(same), "ratios_to_plain": same}
         cell["failed_runs"] = len(members) - len(fine)
         found.append(cell)
     order = {m: i for i, m in enumerate(MODES)}
     return sorted(found, key=lambda c: (*(c[k] for k in KEY), order[c["mode"]]))
+
+
+def _ratios(runs: Sequence[Row], others: Sequence[Row]) -> list[float]:
+    """The rate of each run over that of its neighbours; none for a run without any."""
+    pairs = [(run, neighbours(run, others)) for run in runs]
+    return [run["rate"] / statistics.mean(n["rate"] for n in near) for run, near in pairs if near]
 
 
 def summary(results: Row) -> Row:
@@ -127,16 +135,17 @@ def show(results: Row) -> None:
     """Print the table."""
     console = Console(width=120)
     table = Table(title="prefill tokens/s: median of a cell's runs")
-    for name in ("config", "prompt", "at once", "mode", "runs", "tokens", "tokens/s", "of none"):
+    names = ("config", "prompt", "at once", "mode", "runs", "tokens", "tokens/s", "of none")
+    for name in (*names, "of plain"):
         left = name in ("config", "mode")
         table.add_column(name, justify="left" if left else "right")
     for c in cells(results["runs"]):
-        ratio = c["ratio_to_none"]
+        ratios = (c["ratio_to_none"], c.get("ratio_to_plain"))
         table.add_row(
             *(str(c["config"]), f"{c['prompt']:,}", str(c["concurrency"]), c["mode"]),
             str(len(c["rates"])) + (f" (+{c['failed_runs']} failed)" if c["failed_runs"] else ""),
             *(f"{c['tokens']:,}", f"{c['rate']:,.0f}" if c["rate"] else "-"),
-            f"{ratio:.3f}" if ratio is not None else "",
+            *(f"{ratio:.3f}" if ratio is not None else "" for ratio in ratios),
         )
     console.print(table)
     for e in results["endurance"]:

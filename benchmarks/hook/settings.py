@@ -5,19 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NONE, HSLAKE, TORCH_SAVE, HTTP = "none", "hslake", "torch_save", "http"
+PLAIN = "plain"  # requests of nobody's lake to the servers of hslake
 PREFIX = "bench-"  # of the request ids that torch_save saves
-MODES = (NONE, HSLAKE, TORCH_SAVE, HTTP)
+DEFAULT_MODES = (NONE, HSLAKE, TORCH_SAVE, HTTP)
+MODES = (NONE, HSLAKE, PLAIN, TORCH_SAVE, HTTP)
 # Tokens a second that nobody should be below: how long a run may take before it was measured once.
-SLOWEST = {NONE: 9000.0, HSLAKE: 8000.0, TORCH_SAVE: 4500.0, HTTP: 400.0}
+SLOWEST = {NONE: 9000.0, HSLAKE: 8000.0, PLAIN: 9000.0, TORCH_SAVE: 4500.0, HTTP: 400.0}
 
 
 @dataclass(frozen=True)
 class Settings:
     """Sizes are tokens, times seconds. `modes` have servers, `cells` of them are measured. `tokens`
-    is what each run of a cell sends after its warm-up; `repeats` counts the runs of `none` and
-    `hslake` in a cell, `other_repeats` of `torch_save` (`http` has one). `instances`: servers of
-    `none` and of `hslake`, which take turns: two servers that do the very same work differ by up
-    to 18 % where the CPU is the bound, each for as long as it lives."""
+    is what each run of a cell sends after its warm-up; `repeats` counts the runs of `none`,
+    `hslake` and `plain` in a cell, `other_repeats` of `torch_save` (`http` has one). `instances`:
+    servers of `none` and of `hslake`, which take turns: two servers that do the very same work
+    differ by up to 18 % where the CPU is the bound, each for as long as it lives. There `plain`
+    tells more: it is the same server, between its hslake runs."""
 
     model: Path
     modes: tuple[str, ...]
@@ -55,7 +58,8 @@ class Settings:
 
     def runs_of(self, mode: str) -> int:
         """How often a cell of `mode` is measured."""
-        return {NONE: self.repeats, HSLAKE: self.repeats, HTTP: 1}.get(mode, self.other_repeats)
+        others = {TORCH_SAVE: self.other_repeats, HTTP: 1}
+        return others.get(mode, self.repeats)
 
     def instances_of(self, mode: str) -> int:
         """How many servers of `mode` take turns."""

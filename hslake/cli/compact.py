@@ -27,6 +27,7 @@ _STILL = " still arriving; one that was cut short is given up after an hour of s
 @examples(
     "hslake compact LAKE --staging /dev/shm/hslake",
     "hslake compact LAKE --staging /dev/shm/hslake --watch",
+    "hslake compact s3://bucket/lake --staging /dev/shm/hslake --paranoid",
     "hslake compact LAKE --staging /dev/shm/a --staging /dev/shm/b --json",
     "hslake compact LAKE --staging /dev/shm/hslake --watch --listen 0.0.0.0:9650",
 )
@@ -54,6 +55,12 @@ def compact(
         str | None,
         typer.Option(metavar="N", help="Most tokens of a segment (default: the lake's geometry)."),
     ] = None,
+    paranoid: Annotated[
+        bool,
+        typer.Option(
+            "--paranoid", help="Read all that was stored back before it is committed, not a sample."
+        ),
+    ] = False,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -116,6 +123,7 @@ def compact(
                 progress=bar,
                 stop=stop,
                 interval_s=interval,
+                paranoid=paranoid,
                 max_age_s=max_age,
                 grace_s=grace,
                 threads=threads,

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pyarrow as pa
@@ -16,11 +16,12 @@ import pyarrow as pa
 from hslake import catalog, manifest
 from hslake.compact.choose import Stopped
 from hslake.compactreport import CompactReport
-from hslake.errors import Conflict, Corrupt, Missing
+from hslake.errors import Corrupt, Missing
 from hslake.lake import Lake
+from hslake.manifest import Condemned, Deleted, refuse_condemned, refuse_deleted
 from hslake.picks import Doubt, Key, Pick, doubt, manifest_row, segment_sample
 from hslake.progress import Bar
-from hslake.segment.write import Filled, SegmentInfo, Workers, fill, new_segment_id, workers
+from hslake.segment.write import Filled, SegmentInfo, Workers, fill, new_segment_id
 
 log = logging.getLogger("hslake.compact")
 
@@ -28,10 +29,6 @@ _TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.2  # between two looks whether it is over
 _RATE_S = 120.0  # over which the rate is taken
 _BEHIND = 2  # segments that are being stored and committed, or wait for it
-
-
-class Condemned(Conflict):
-    """A vacuum has condemned a segment that was about to be committed."""
 
 
 class Line:
@@ -46,9 +43,11 @@ class Line:
         settle: Callable[[list[Key]], None],
         over: Callable[[], bool],
         progress: Bar | None,
+        paranoid: bool = False,
     ) -> None:
         self._workers, self._report, self._bad = threads, report, bad
         self._settle, self._over, self._progress = settle, over, progress
+        self._paranoid = paranoid
         self._committer = ThreadPoolExecutor(1, "commit")
         self._behind: deque[tuple[Future[None], Filled | None]] = deque()
         self._lock = threading.Lock()
@@ -162,12 +161,17 @@ class Line:
         """The samples that were added."""
         for left in reversed(range(_TRIES)):
             try:
-                info = _finish(filled)
+                info = _finish(filled, self._paranoid)
             except Missing as error:  # condemned, and its objects are gone already
                 why: Exception = error
             else:
                 try:
                     return commit(lake, sound, info, self._report)
+                except Deleted as error:
+                    filled.abandon()  # no commit names it, and none will
+                    sound, why = self._without(sound, error.ids), error
+                    if not sound:
+                        return []
                 except Condemned as error:
                     filled.abandon()
                     why = error
@@ -176,6 +180,12 @@ class Line:
             log.warning("%s; written again", why)
             filled = self._filled(lake, sound)
         raise AssertionError("unreachable")
+
+    def _without(self, batch: list[Pick], deleted: Collection[str]) -> list[Pick]:
+        """A batch less what was deleted while it was stored."""
+        abandoned = self._report.abandoned
+        abandoned["deleted"] = abandoned.get("deleted", 0) + len(deleted)
+        return [p for p in batch if p.row.sample_id not in deleted]
 
     def _tell(self, added: list[Pick]) -> None:
         report, tokens = self._report, sum(p.row.length for p in added)
@@ -205,17 +215,17 @@ class _Rate:
         return sum(n for _, n in list(self._commits)[1:]) / max(now - since, 1e-3)
 
 
-def _finish(filled: Filled) -> SegmentInfo:
+def _finish(filled: Filled, paranoid: bool) -> SegmentInfo:
     try:
-        return finish(filled)
+        return finish(filled, paranoid)
     except BaseException:
         filled.abandon()
         raise
 
 
-def finish(filled: Filled) -> SegmentInfo:
+def finish(filled: Filled, paranoid: bool = False) -> SegmentInfo:
     """Wait for a segment's objects, confirm them, write its inventory."""
-    return filled.finish()
+    return filled.finish(paranoid)
 
 
 def commit(lake: Lake, batch: list[Pick], info: SegmentInfo, report: CompactReport) -> list[Pick]:
@@ -229,6 +239,8 @@ def commit(lake: Lake, batch: list[Pick], info: SegmentInfo, report: CompactRepo
 
     def build(state: catalog.TableState) -> pa.Table | None:
         refuse_condemned(state, info.segment_id)
+        # `lake` says what was planned: whatever was deleted since must not come back.
+        refuse_deleted(state, starts.keys(), lake.version)
         live = manifest.live_ids(state)
         added[:] = [p for p in batch if p.row.sample_id not in live]
         return manifest.rows(manifest_row(p, starts[p.row.sample_id], info) for p in added)
@@ -241,27 +253,3 @@ def commit(lake: Lake, batch: list[Pick], info: SegmentInfo, report: CompactRepo
     report.stored_bytes += info.stored_bytes
     report.committed_at = time.time()
     return list(added)
-
-
-def refuse_condemned(state: catalog.TableState, segment_id: str) -> None:
-    """Raise Condemned when a vacuum took the segment for an orphan: it must be written again."""
-    if segment_id in manifest.segments(state, "condemn"):
-        raise Condemned(
-            f"segment {segment_id} was condemned by a vacuum before it was committed: run compact "
-            "again, the samples are still in staging"
-        )
-
-
-def publish(lake: Lake, batch: list[Pick], report: CompactReport) -> list[Pick]:
-    """Store and commit one batch, in this thread; the samples that were added.
-
-    Samples whose states are damaged in staging are left out. Raises as `Line.put`; Condemned or
-    Missing when vacuums took the segment away each time.
-    """
-    with workers() as threads:
-        line = Line(threads, report, {}, lambda keys: None, lambda: False, None)
-        try:
-            sound, filled = line._fill(lake, batch)
-            return line._store(lake, sound, filled) if filled is not None else []
-        finally:
-            line.close()

@@ -38,9 +38,10 @@ class Options:
     """How to compact. `watch`: go on until told to stop, and gather what waits: until a segment is
     full, a sample has waited for `max_age_s`, or a live writer is short of rows.
 
-    `segment_tokens`: most tokens of a segment (default: the lake's geometry); `interval_s`: pause
-    between looks; `grace_s`: for how long a segment that was begun may go on after `stop`;
-    `threads`: that encode (default: by the cores).
+    `paranoid`: read every object back whole before its segment is committed, not only a sample of
+    its bytes; `segment_tokens`: most tokens of a segment (default: the lake's geometry);
+    `interval_s`: pause between looks; `grace_s`: for how long a segment that was begun may go on
+    after `stop`; `threads`: that encode (default: by the cores).
     """
 
     watch: bool = False
@@ -49,6 +50,7 @@ class Options:
     max_age_s: float = MAX_AGE_S
     grace_s: float = GRACE_S
     threads: int | None = None
+    paranoid: bool = False
 
 
 def compact(
@@ -63,6 +65,7 @@ def compact(
     max_age_s: float = MAX_AGE_S,
     grace_s: float = GRACE_S,
     threads: int | None = None,
+    paranoid: bool = False,
     report: CompactReport | None = None,
     clock: Callable[[], float] = time.time,
 ) -> CompactReport:
@@ -79,7 +82,7 @@ def compact(
     lake's spec at this place, a damaged plan or manifest (InvalidInput, Corrupt), and at the start
     any error with the lake.
     """
-    options = Options(watch, segment_tokens, interval_s, max_age_s, grace_s, threads)
+    options = Options(watch, segment_tokens, interval_s, max_age_s, grace_s, threads, paranoid)
     roots = [Path(r) for r in staging_roots]
     return _Run(lake_url, roots, options, progress, stop, report or CompactReport(), clock).all()
 
@@ -117,7 +120,13 @@ class _Run:
         self._spec = open_lake(self._url).spec
         with workers(self._options.threads) as threads:
             self._line = Line(
-                threads, self._report, self._bad, self._settle, self._over, self._progress
+                threads,
+                self._report,
+                self._bad,
+                self._settle,
+                self._over,
+                self._progress,
+                self._options.paranoid,
             )
             try:
                 while self._go_on():

@@ -18,7 +18,7 @@ from hslake.preflight.forecast import burst_check, forecast
 from hslake.preflight.probe import Rows, fetch_many
 from hslake.preflight.prompts import Prompts, make_prompts
 from hslake.preflight.report import Pace, PreflightReport
-from hslake.preflight.server import Expected, Looked, check_server
+from hslake.preflight.server import Expected, Looked, check_server, gpu_memory
 from hslake.preflight.staging import check_staging
 from hslake.preflight.target import check_free_space, check_lake, check_plan, check_target
 from hslake.progress import Bar, ProgressMaker, Silent
@@ -187,7 +187,9 @@ async def _run(
         rows = sum(status.free_rows for _, status in servers)
         return None, [warned(_BURST, f"not run: only {rows:,} rows of staging are free", todo)]
     rows_there = await fetch_many(roots, burst.sample_ids, ROWS_BYTES)
-    return _Captured(burst, servers, rows_there, compactor, reach), []
+    tight = [gpu_memory(s, await client.status(), client.url) for client, s in servers]
+    captured = _Captured(burst, servers, rows_there, compactor, reach)
+    return captured, [check for check in tight if check is not None]
 
 
 def _after(

@@ -107,6 +107,19 @@ def _same_version(status: ServerStatus) -> Check:
     return warned("hook version", found, todo)
 
 
+def gpu_memory(before: ServerStatus, after: ServerStatus, url: str) -> Check | None:
+    """A warning when the GPU ran out of memory between two statuses, and went on with what it
+    freed: nothing is wrong, but the server stood still."""
+    times = after.gpu_retries - before.gpu_retries
+    if times <= 0 or after.cursors.keys() != before.cursors.keys():
+        return None
+    found = (
+        f"{url}: the GPU's memory ran out {times} time{'s' * (times > 1)} during the burst, and "
+    )
+    found += "PyTorch freed what it kept before it went on: the server stands still meanwhile"
+    return warned("GPU memory", found, "start it with a lower --mem-fraction-static")
+
+
 def parts_of(status: ServerStatus) -> int:
     """Parts that the writer with the fewest of them may have."""
     return min(w.capacity_rows // max(1, w.largest_reservation) for w in status.writers)

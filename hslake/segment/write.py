@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hslake import checksum
-from hslake.errors import Corrupt, InvalidInput
+from hslake.errors import InvalidInput
 from hslake.segment import inventory
 from hslake.segment.chunks import Chunk, StatesDiffer, Unit, units
 from hslake.segment.codec import encode_tokens
@@ -31,10 +31,11 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
+from hslake.segment.readback import Stored, confirm, put_sampled
 from hslake.segment.samples import SegmentSample
-from hslake.segment.shard import Piece, ShardWriter
+from hslake.segment.shard import ShardWriter, name_of
 from hslake.spec import LakeSpec
-from hslake.store import Store
+from hslake.store import Piece, Store
 
 __all__ = [
     "Filled",
@@ -44,6 +45,7 @@ __all__ = [
     "Workers",
     "fill",
     "new_segment_id",
+    "remove_segment",
     "workers",
     "write_segment",
 ]
@@ -100,9 +102,15 @@ class _Objects:
 
     def __init__(self, store: Store, segment_id: str, threads: Workers) -> None:
         self.store, self.prefix, self._threads = store, segment_prefix(segment_id), threads
+        self._segment_id = segment_id
         self.written: list[inventory.Object] = []
+        self._stored: dict[str, Stored] = {}
         self._begun: list[str] = []
-        self._storing: deque[Future[inventory.Object]] = deque()
+        self._storing: deque[Future[tuple[inventory.Object, Stored]]] = deque()
+
+    def put_shard(self, key: str, shard: ShardWriter, go_on: Callable[[], None]) -> None:
+        """As `put`, a whole shard under its name."""
+        self.put(key, shard.finish(name_of(self._segment_id, key)), go_on)
 
     def put(self, key: str, pieces: Sequence[Piece], go_on: Callable[[], None]) -> None:
         """Begin to store an object; waits while too many are under way, and calls `go_on` then,
@@ -122,36 +130,34 @@ class _Objects:
 
     def _put(
         self, key: str, pieces: Sequence[Piece], described: Future[inventory.Object]
-    ) -> inventory.Object:
+    ) -> tuple[inventory.Object, Stored]:
         try:
-            self.store.put(self.prefix + key, pieces)
-            return described.result()
+            stored = put_sampled(self.store, self.prefix + key, pieces)
+            return described.result(), stored
         finally:
             self._threads.places.release()
 
-    def confirm_all(self) -> None:
-        """Wait until everything is stored, then ask the store for every object's size."""
+    def confirm_all(self, paranoid: bool) -> None:
+        """Wait until everything is stored, then make sure of every object."""
         while self._storing:
             self._take()
-        for o in self.written:
-            self.confirm(o.key, o.size)
+        storers = self._threads.storers
+        for check in [storers.submit(self._confirm, o, paranoid) for o in self.written]:
+            check.result()
 
     def _take(self) -> None:
-        self.written.append(self._storing.popleft().result())
+        entry, stored = self._storing.popleft().result()
+        self.written.append(entry)
+        self._stored[entry.key] = stored
 
-    def confirm(self, key: str, size: int) -> None:
-        found = self.store.size(self.prefix + key)
-        if found != size:
-            raise Corrupt(
-                f"{self.store.url(self.prefix + key)}: the store holds {found} bytes, {size} were "
-                "written; nothing was committed: check the store and compact again"
-            )
+    def _confirm(self, entry: inventory.Object, paranoid: bool) -> None:
+        confirm(self.store, self.prefix + entry.key, entry, self._stored[entry.key], paranoid)
 
     def put_inventory(self, text: bytes) -> None:
-        """Store the inventory, last of all."""
+        """Store the inventory, last of all, and make sure of every byte of it."""
         self._begun.append(INVENTORY)
-        self.store.put(self.prefix + INVENTORY, text)
-        self.confirm(INVENTORY, len(text))
+        path, entry = self.prefix + INVENTORY, inventory.describe(INVENTORY, [text])
+        confirm(self.store, path, entry, put_sampled(self.store, path, [text]), paranoid=True)
 
     def remove(self) -> None:
         """Take away what was stored of a segment that is given up, as far as that works."""
@@ -167,6 +173,13 @@ class _Objects:
             self.store.delete_empty(self.prefix)
 
 
+def remove_segment(store: Store, segment_id: str) -> None:
+    """Take away the objects of a segment that no commit can name (any more)."""
+    with ThreadPoolExecutor(2 * _STORING) as pool:
+        list(pool.map(store.delete, store.list(f"segments/{segment_id}")))
+    store.delete_empty(f"segments/{segment_id}")
+
+
 @dataclass
 class Filled:
     """A segment all of whose objects are stored or being stored, but for its inventory."""
@@ -177,11 +190,15 @@ class Filled:
     raw_bytes: int
     _objects: _Objects = field(repr=False)
 
-    def finish(self) -> SegmentInfo:
-        """Wait, confirm every object, write the inventory. Raises Corrupt when stored sizes
-        disagree, and what the store raises; the caller then abandons the segment."""
+    def finish(self, paranoid: bool = False) -> SegmentInfo:
+        """Wait, confirm every object, write the inventory. With `paranoid`, every object is read
+        back whole and compared by its digest, instead of a sample of its bytes.
+
+        Raises Corrupt when the store does not hold what was sent, and what the store raises; the
+        caller then abandons the segment.
+        """
         objects = self._objects
-        objects.confirm_all()
+        objects.confirm_all(paranoid)
         text = inventory.build(self.segment_id, objects.written)
         objects.put_inventory(text)
         stored = sum(o.size for o in objects.written) + len(text)
@@ -237,6 +254,7 @@ def write_segment(
     samples: Iterable[SegmentSample],
     *,
     threads: int | None = None,
+    paranoid: bool = False,
 ) -> SegmentInfo:
     """Write a whole segment; it becomes visible only by the manifest commit that follows.
 
@@ -246,7 +264,7 @@ def write_segment(
     with workers(threads) as found:
         filled = fill(store, spec, segment_id, samples, found)
         try:
-            return filled.finish()
+            return filled.finish(paranoid)
         except BaseException:
             filled.abandon()
             raise
@@ -298,7 +316,7 @@ def _fill(
     for unit, encoded in units(spec, samples, threads.encoders):
         go_on()
         if shard is not None and unit.shard != number:
-            objects.put(grid.key(number), shard.finish(), go_on)
+            objects.put_shard(grid.key(number), shard, go_on)
             shard = None
         shard, number = shard or ShardWriter(grid), unit.shard
         sums = _add(shard, unit, encoded, [0] * len(sums) if unit.at == 0 else sums)
@@ -314,14 +332,14 @@ def _fill(
         raw_bytes += sample.length * spec.bytes_per_token
     if shard is None:
         raise InvalidInput("a segment needs at least one sample, found none")
-    objects.put(grid.key(number), shard.finish(), go_on)
+    objects.put_shard(grid.key(number), shard, go_on)
     for name, chunks in token_chunks.items():
         g = token_grid(spec, name)
         for at in range(-(-len(chunks) // g.chunks)):
             writer = ShardWriter(g)
             for i, data in enumerate(chunks[at * g.chunks : (at + 1) * g.chunks]):
                 writer.add(0, i, (data,))
-            objects.put(g.key(at), writer.finish(), go_on)
+            objects.put_shard(g.key(at), writer, go_on)
     for key, data in metadata_documents(spec, segment_id, tokens).items():
         objects.put(key, [data], go_on)
     return Filled(segment_id, placements, tokens, raw_bytes, objects)

@@ -169,7 +169,9 @@ class Parts:
     def idle(self, part: Part) -> bool:
         """Whether nothing came to it for a while and a compactor has been here since. Without
         one, a half-full part stays open to whatever comes."""
-        if not part.used or self._clock() - part.touched < self._idle_s:
+        now = self._clock()
+        part.touched = min(part.touched, now)  # a clock that was put back: else not for hours
+        if not part.used or now - part.touched < self._idle_s:
             return False
         return (self._folder / COMPACT_LOCK).stat().st_mtime >= part.touched
 

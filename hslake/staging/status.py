@@ -36,6 +36,7 @@ NO_FIGURES: dict[str, float] = {
     "copy_s": 0.0,
     "copy_max_s": 0.0,
     "gpu_bytes": 0,
+    "gpu_retries": 0,
 }
 
 

@@ -227,6 +227,7 @@ class StagingWriter:
         self.flush()
         now = self._clock()
         for reservation in list(self._open.values()):
+            reservation.touched = min(reservation.touched, now)  # a clock that was put back
             silent, part = now - reservation.touched, reservation.part
             # It must not hold back for long what others have completed in its part.
             in_the_way = silent > self._silent_s and (part.passed_over or self._parts.idle(part))

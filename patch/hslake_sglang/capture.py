@@ -291,6 +291,8 @@ class Capture:
                 if time.monotonic() - ticked < _TICK_S:
                     continue
                 ticked = time.monotonic()
+                if self._side is not None:
+                    self.figures.gpu_retries = self._side.retries()
                 with self._lock:
                     self._tick()  # also when disarmed: what is in staging must get out
                     path = self.writer.wanted_part() if self.armed and self._seen else None

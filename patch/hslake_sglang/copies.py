@@ -40,6 +40,9 @@ class Side(Protocol):
     def run(self, mark: Any, launch: Callable[[], None]) -> Any:
         """Have `launch` work on what was there at `mark`; returns the mark behind it."""
 
+    def retries(self) -> int:
+        """How often PyTorch ran out of the device's memory and had to give back what it kept."""
+
 
 class CudaSide:
     """A stream beside the server's."""
@@ -70,6 +73,11 @@ class CudaSide:
             launch()
             landed.record(self._stream)
         return landed
+
+    def retries(self) -> int:
+        """See Side."""
+        found = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(found.get("num_alloc_retries", 0))
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ class Figures:
     """Counts and seconds since this writer began."""
 
     gpu_bytes: int = 0  # of GPU memory that the capture may take
+    gpu_retries: int = 0  # of allocations in this process for which kept memory was freed first
     forwards: int = 0  # with rows of the lake's samples
     forward_s: float = 0.0  # that forwards spent in the hook, waits included
     wait_s: float = 0.0  # that forwards were held up, by staging without room or earlier copies
@@ -39,4 +40,5 @@ class Figures:
             "copy_s": round(self.copy_s, 6),
             "copy_max_s": round(self.copy_max_s, 6),
             "gpu_bytes": self.gpu_bytes,
+            "gpu_retries": self.gpu_retries,
         }

@@ -32,6 +32,7 @@ _FIGURES = (
     ("wait_max_seconds", "gauge", "wait_max_s", "Longest wait of one forward pass."),
     ("copy_max_seconds", "gauge", "copy_max_s", "Longest copy from device to staging."),
     ("gpu_memory_bytes", "gauge", "gpu_bytes", "GPU memory the capture may take on this rank."),
+    ("gpu_alloc_retries", "counter", "gpu_retries", "Allocations that freed kept memory first."),
     ("writer_armed", "gauge", "armed", "1 while this writer captures."),
     ("writer_alive", "gauge", "alive", "1 while the writer's process lives."),
     ("status_timestamp_seconds", "gauge", "updated_at", "Unix time of these figures."),

@@ -3,7 +3,9 @@
 The side here does its copies when it is told to, as late as a test likes; on CUDA it is a stream.
 """
 
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,6 +55,9 @@ class LateSide:
     def run(self, mark: None, launch: Callable[[], None]) -> Copy:
         self.launched += 1
         return Copy(launch)
+
+    def retries(self) -> int:
+        return self.launched + 100
 
     def release(self, forwards: int = 1) -> None:
         self.released += forwards
@@ -273,6 +278,24 @@ def test_a_copy_that_fails_disarms(server: Server, caplog: pytest.LogCaptureFixt
     assert "Error" in str(server.writer._health[1])
     server.forward((a.encode(), pa, 0, 9))
     assert server.journal() == {a.attempt: ["abandoned"]}
+
+
+def test_the_status_tells_how_often_the_gpu_ran_out_of_memory(tmp_path: Path) -> None:
+    spec = make_spec(STREAMS)
+    writer = StagingWriter(
+        tmp_path,
+        spec,
+        part_tokens=16,
+        max_parts=2,
+        fingerprint={"config": None, "weights": None},
+        engine={"hook_version": "1"},
+    )
+    capture = Capture(spec, Taps(Toy(), spec), writer, side=LateSide())
+    path, end = writer.folder / "status.json", time.monotonic() + 30
+    while json.loads(path.read_text()).get("hook", {}).get("gpu_retries") != 100:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    capture.close()
 
 
 def test_parts_are_made_beside_the_forwards(tmp_path: Path) -> None:

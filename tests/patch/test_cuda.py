@@ -130,3 +130,18 @@ def test_gpu_memory_stays_within_what_is_set_aside(ram: Path) -> None:
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= capture_bytes(run.spec, 4096) + own
     run.writer.close()
+
+
+def test_memory_that_ran_out_is_counted() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    side, total = CudaSide(device), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    before, room = side.retries(), torch.cuda.memory_reserved() + (300 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        kept = torch.empty(200 << 20, dtype=torch.uint8, device=device)
+        del kept  # PyTorch keeps its memory for the like
+        torch.empty(250 << 20, dtype=torch.uint8, device=device)
+        assert side.retries() == before + 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

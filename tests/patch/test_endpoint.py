@@ -176,7 +176,7 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
     status = json.loads(path.read_text())
     status["hook"] = {
         **{"forwards": 7, "forward_s": 3.5, "in_flight": 2, "wait_s": 1.5, "wait_max_s": 0.75},
-        **{"copies": 9, "copy_s": 4.5, "copy_max_s": 2.25, "gpu_bytes": 1 << 30},
+        **{"copies": 9, "copy_s": 4.5, "copy_max_s": 2.25, "gpu_bytes": 1 << 30, "gpu_retries": 4},
     }
     status["engine"] = {**status["engine"], "dp_rank": "3"}
     path.write_text(json.dumps(status))
@@ -196,6 +196,7 @@ def test_metrics_of_a_writer(tmp_path: Path, client: TestClient) -> None:
         "hslake_wait_seconds_total": 1.5,
         "hslake_wait_max_seconds": 0.75,
         "hslake_copy_max_seconds": 2.25,
+        "hslake_gpu_alloc_retries_total": 4,
         "hslake_copy_seconds_count": 9,
         "hslake_copy_seconds_sum": 4.5,
         "hslake_gpu_memory_bytes": 1 << 30,

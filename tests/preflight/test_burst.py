@@ -20,7 +20,7 @@ from hslake.cli import app
 from hslake.compact import compact
 from hslake.drive import Limits
 from hslake.extract import extract
-from hslake.ids import PROBE_PREFIX
+from hslake.ids import PROBE_PREFIX, RequestId
 from hslake.plan import plan_files
 from hslake.preflight import Pace, PreflightReport, preflight, probe
 from hslake.preflight.burst import SHARE, Burst, compactor_seen
@@ -149,6 +149,29 @@ def test_a_burst_that_turned_staging_over_is_the_evidence(lake: str, staging: Pa
     assert pace.staging_from == "burst" and "rows came free again" in found.found, found
     assert pace.staging_rate == pytest.approx(pace.server_rate, rel=0.05)
     assert found.result == PASS and pace.bottleneck == "server"
+
+
+class Tight(FakeServer):
+    """Its GPU runs out of memory at every request."""
+
+    async def _capture(self, rid: RequestId, ids: list[int]) -> None:
+        assert self.writer is not None
+        self.writer.set_figures({"gpu_retries": self.captured.total()})
+        await super()._capture(rid, ids)
+
+
+@pytest.mark.parametrize("kind", [FakeServer, Tight])
+def test_a_gpu_that_runs_out_of_memory_is_told(
+    lake: str, staging: Path, kind: type[FakeServer]
+) -> None:
+    with kind(lake, staging, part_tokens=2048, delay=0.01, idle_s=0.1) as server:
+        report = preflight(lake, [server.url], staging=[staging], burst_s=1, limits=LIMITS)
+    assert report.passed, report.failures
+    told = [c for c in report.checks if c.name == "GPU memory"]
+    assert bool(told) == (kind is Tight)
+    for check in told:
+        assert check.result == WARN and server.url in check.found and "ran out" in check.found
+        assert "--mem-fraction-static" in check.todo
 
 
 def test_who_held_the_burst_back_is_told(lake: str, staging: Path) -> None:

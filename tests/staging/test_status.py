@@ -205,7 +205,7 @@ def test_the_hooks_figures_are_passed_on_and_nought_without_them(tmp_path: Path)
     hook = read_status(tmp_path)["writers"][0]["hook"]
     assert set(hook) == {
         *("forwards", "forward_s", "in_flight", "wait_s", "wait_max_s"),
-        *("copies", "copy_s", "copy_max_s", "gpu_bytes"),
+        *("copies", "copy_s", "copy_max_s", "gpu_bytes", "gpu_retries"),
     }
     assert not any(hook.values())
     path.write_text(json.dumps({**status, "hook": {"forwards": 3, "wait_s": 0.5, "new": 1}}))

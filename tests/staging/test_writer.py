@@ -215,6 +215,20 @@ def test_an_idle_part_is_sealed_only_when_a_compactor_is_there(tmp_path):
     assert read_part(part).sealed and w.free_rows() == 16
 
 
+def test_a_clock_that_is_put_back_holds_nothing_back(tmp_path):
+    now = [100_000.0]
+    w = writer(tmp_path, spec(), tokens=64, parts=1, clock=lambda: now[0])
+    put(w, "whole", 10, 1)
+    gone = w.begin(RequestId(w.spec.lake8, new_attempt(), 20, "A1", "gone"))
+    now[0] -= 7200.0
+    for _ in range(3):
+        now[0] += 61.0
+        os.utime(w.folder / "compact.lock", (now[0], now[0]))  # a compactor is there
+        w.tick()
+    assert w.get(gone.rid.attempt) is None
+    assert read_part(w.folder / "part-000001").sealed
+
+
 def test_incarnations_are_forgotten_with_their_part(tmp_path):
     w = writer(tmp_path, spec(), tokens=16, parts=2)
     rid = RequestId(w.spec.lake8, "attempt1", 16, "A1", "x")
@@ -340,12 +354,12 @@ def test_no_scan_sees_a_writer_before_it_holds_its_lock(tmp_path, monkeypatch):
     seen = []
 
     def looking(path, **more):
-        seen.extend(scan(tmp_path))
+        seen.append(scan(tmp_path))
         return try_lock(path, **more)
 
-    monkeypatch.setattr("hslake.staging.folder.try_lock", looking)
+    monkeypatch.setattr("hslake.staging.births.try_lock", looking)
     w = writer(tmp_path, spec())
-    assert seen == [] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
+    assert seen == [[]] and [x.writer_id for x in scan(tmp_path)] == [w.writer_id]
     (mine,) = tmp_path.iterdir()  # nothing of its birth is left
     code = "import sys, pathlib as p; from hslake.staging.locks import is_locked as l; "
     code += "sys.exit(int(l(p.Path(sys.argv[1]))))"
