@@ -17,8 +17,8 @@ import numpy as np
 from hslake.errors import InvalidInput
 from hslake.store.written import Piece
 
-# As _temp names them, and as deltalake names a log entry that is not one yet.
-TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|\d{20}\..+#\d+")
+# As _temp names them, and as deltalake names what it has not finished in a log.
+TEMP = re.compile(r"\..+\.[0-9a-f]{32}\.tmp|(\d{20}\..+|_last_checkpoint)#\d+")
 
 
 def sync_dir(folder: Path) -> None:

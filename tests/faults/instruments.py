@@ -130,7 +130,7 @@ class _Pieces(Sequence[bytes]):
 
 
 def _uploads(steps: Steps) -> None:
-    put, encode = Store.put, chunks.encode_body
+    put, delete, encode = Store.put, Store.delete, chunks.encode_body
 
     def noted_put(self: Store, path: str, data: Any) -> Written:
         whole = (
@@ -148,6 +148,12 @@ def _uploads(steps: Steps) -> None:
             steps.step("chunk")
             return encode(*args)
 
+    def noted_delete(self: Store, path: str) -> None:
+        # Of a segment that is condemned, or given up: in a pool's thread, which has no phase.
+        with steps.during(steps.phase or ("vacuum" if path.startswith("segments/") else "")):
+            delete(self, path)
+
+    Store.delete = noted_delete  # type: ignore[method-assign]
     Store.put = noted_put  # type: ignore[method-assign]
     chunks.encode_body = noted_encode
 
