@@ -34,7 +34,7 @@ from tests.faults.results import RESULTS, record
 
 BYTES = ("checksum", "full")
 _BATCH = 25  # trials of one process
-_AT_ONCE = 6  # payload flips of one trial, each in a sample of its own
+_AT_ONCE = 8  # payload flips of one trial, each in a sample of its own
 _ROOT = Path(__file__).resolve().parents[2]
 Trial = dict[str, Any]
 Kinds = Sequence[tuple[str, str]]  # dtype, codec
@@ -221,6 +221,7 @@ def judge(trial: Trial, seen: dict[str, Any], tally: Tally) -> None:
         wrong = _lake_wrong(trial, seen, tally)
     if wrong:
         tally.wrong.append(f"{name}: {wrong}")
+        print("WRONG", tally.wrong[-1], file=sys.stderr, flush=True)
 
 
 def _staging_wrong(trial: Trial, seen: dict[str, Any], tally: Tally) -> str | None:
@@ -335,15 +336,15 @@ def all_trials(
         some = max(1, _share(count // 8, k, len(kinds)))
         lake = [
             *payload_trials(rng, found, share),
-            *precise_trials(rng, found, max(1, some // 4)),
-            *object_trials(rng, world, max(1, some // 8)),
+            *precise_trials(rng, found, max(1, some // 8)),
+            *object_trials(rng, world, max(1, some // 14)),
         ]
         stage = list(
-            staging_trials(rng, staged, max(1, some // 8), _share(journals, k, len(kinds)))
+            staging_trials(rng, staged, max(1, some // 14), _share(journals, k, len(kinds)))
         )
         for where, of, trials in (("lake", world, lake), ("staging", staged, stage)):
             for n, trial in enumerate(trials):
-                trial.update(id=n, where=where, world=of.name)
+                trial.update(id=n, where=where, world=of.name, again=n % 4 == 0)
             yield of, trials
 
 
@@ -389,8 +390,6 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         tally = flips(args.count, args.journals, args.seed, Path(folder), args.jobs)
-    for wrong in tally.wrong:
-        print("WRONG", wrong)
     counts = {**tally.counts(), "seed": args.seed, "seconds": round(time.monotonic() - begun)}
     print(json.dumps(counts, indent=1))
     record(args.out, "flips", counts)
