@@ -21,7 +21,7 @@ from hslake.compactreport import CompactReport, tell
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake, open_lake
-from hslake.ownership import is_ours, take, tell_closed
+from hslake.ownership import is_ours, take, tell_closed, tell_lockless
 from hslake.picks import Doubt, Pick, batches, doubt, manifest_row, plan_rows, segment_sample
 from hslake.progress import Bar
 from hslake.segment.write import StatesDiffer, new_segment_id, write_segment
@@ -206,6 +206,7 @@ def _sources(
             continue
         lock = try_lock(path / READ_LOCK, shared=True)
         if lock is None:
+            tell_lockless(path, report)
             continue  # being recycled
         try:
             check_part(path, part_attributes(path), spec)

@@ -104,6 +104,8 @@ def any_fault(rng: random.Random, world: Path, path: str, others: Sequence[str],
     size = (world / path).stat().st_size
     sorts = ["flip", "truncate", "delete", "zero", "extend", "swap", "flip"]
     sort = sorts[n % len(sorts)]
+    if kind_of(path) == "pin" and sort == "delete":
+        sort = "flip"  # removing the file is how a pin is given up: nobody is to object
     if sort == "swap" and not others:
         sort = "flip"
     if size == 0:
