@@ -1,5 +1,6 @@
 """Vacuum gives back what no retained version needs, and nothing else, whoever works beside it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -206,3 +207,16 @@ def test_a_committers_clock_that_is_behind(made: MadeLake) -> None:
     rows = manifest.rows([{**row, **old}])
     catalog.commit(lake.store, "manifest", lambda _: rows, "hide-behind")
     assert at.segment_id in vacuum(made.url, DAY).kept
+
+
+def test_two_at_once(made: MadeLake) -> None:
+    store, orphan = made.lake.store, "01900000-0000-7000-8000-000000000000"
+    store.put(f"segments/{orphan}/zarr.json", b"{}")
+    with ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(lambda _: vacuum(made.url, NOW), range(3)))
+    assert {s for r in reports for s in r.segments} >= {orphan}
+    assert len(stored(made.lake)) == 2 and verify(made.url).damage == []
+    check(made.lake, made, ["A1-000000", "B4-000002"])
+    condemned = catalog.open_table(store, "manifest").arrow(["op", "segment_id"]).to_pylist()
+    names = [r["segment_id"] for r in condemned if r["op"] == "condemn"]
+    assert len(names) == len(set(names)) == 2

@@ -1,5 +1,5 @@
-"""Deletes and vacuums killed at random, beside a compactor: what was not selected is never lost, and
-run again they come to their end.
+"""Deletes and vacuums killed at random, beside a compactor: what was not selected is never lost,
+and run again they come to their end.
 
     python -m tests.faults.deletions --kills 100
     python -m tests.faults.deletions --kills 10 --seed 7 --out ""
@@ -62,7 +62,7 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     made = make_lake(folder, lengths=[rng.randint(1, 40) for _ in range(GROUP)], streams=2)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.deletions"])
+    context.set_forkserver_preload(["hslake.versions", "tests.lakes"])
     found: dict[str, Any] = {
         "kills": 0, "ended": 0, "lost": 0, "duplicated": 0, "torn": 0, "left": 0
     }  # fmt: skip
