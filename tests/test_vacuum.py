@@ -63,6 +63,8 @@ def test_hidden_segments_go_when_their_versions_have_aged(made: MadeLake) -> Non
     assert verify(made.url).damage == []
     after = run(made.url, "select sum(stored_bytes) as b from segments").to_pylist()[0]["b"]
     assert after == before - done.bytes
+    growth = run(made.url, "storage_growth").to_pylist()
+    assert growth[-1]["total_stored_bytes"] == after and growth[-1]["total_samples"] == 2
     # A reader of the old version, opened before: what is there reads, what is gone says so.
     check(reader, made, ["B4-000002"])
     with pytest.raises(Missing, match=r"version 2 .* not whole any more.*--retain"):
@@ -192,7 +194,7 @@ def test_killed_within_a_segment(made: MadeLake, monkeypatch) -> None:
 def test_a_live_sample_in_a_condemned_segment_is_never_removed(made: MadeLake) -> None:
     """What no commit of ours does: then the objects stay, and verify names it."""
     second = stored(made.lake)[1]
-    row = vacuuming.condemn_row(second, "by hand")
+    row = vacuuming.condemn_row(second, "by hand", None)
     catalog.commit(made.lake.store, "manifest", lambda _: manifest.rows([row]), "by-hand")
     vacuum(made.url, NOW)
     check(made.lake, made, ["B4-000002"])

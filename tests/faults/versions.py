@@ -154,7 +154,7 @@ def _add_quickly(state: catalog.TableState, row: dict[str, Any]) -> int:
     table.update_incremental()
     assert table.version() == version
     if version % rollup.FACTOR == 0:
-        catalog._roll_up(catalog.open_table(state.store, "manifest"))
+        catalog._roll_up(state.store, "manifest", version)
     return version
 
 
