@@ -36,6 +36,7 @@ _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=F
 _FIRST_ENTRY = f"_delta_log/{0:020d}.json"
 _READERS = 8
 _ROLLED_UP = ("manifest",)  # the plan grows by few commits and large files
+_ROLL_UPS = 16  # at most by one commit: a lake that has none yet must not stop it for minutes
 _MANY_CHANGES = 64  # files with hides: more of them are quicker read as roll-ups
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
@@ -368,7 +369,7 @@ def _roll_up(store: Store, name: str, version: int) -> None:
         state = open_table(store, name, version)
         have = {p.removeprefix(f"{name}/") for p in store.list(f"{name}/{rollup.FOLDER}")}
         parts = [u.rpartition("/")[2] for u in state.files()]
-        for block in rollup.wanted(parts, version, have):
+        for block in rollup.wanted(parts, version, have)[:_ROLL_UPS]:
             smaller = rollup.cover(block.parts, block.last, have)
             files = [f if isinstance(f, rollup.Block) else f"{base}/{f}" for f in smaller]
             body = tablefile.encode(state.read(files, schema))
