@@ -79,6 +79,7 @@ def added(
 
 def hidden(sample_id: str, segment: str, version: int = 2) -> dict[str, Any]:
     row = {"op": "hide", "sample_id": sample_id, "segment_id": segment, "reason": "checksum"}
+    row["length"] = {"A1-1": 200}.get(sample_id, 50)
     return row | {"committed_at": AT, "commit_version": version}
 
 
@@ -247,7 +248,10 @@ def test_lengths_sources_growth_forecast(con: duckdb.DuckDBPyConnection) -> None
     growth = rows(con, "storage_growth")
     assert [(r["version"], r["total_tokens"], r["total_stored_bytes"]) for r in growth] == [
         (1, 300, 700),
-        (3, 550, 1400),
+        (2, 100, 700),
+        (3, 350, 1400),
+        (4, 300, 1400),
+        (5, 300, 1400),
     ]
     (forecast,) = rows(con, "forecast")
     assert (forecast["ratio"], forecast["basis"]) == (0.7, "measured")
