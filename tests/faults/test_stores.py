@@ -76,7 +76,8 @@ def test_a_request_is_repeated(proxy: Proxy, fault: str) -> None:
         proxy.rule = first(2, fault)
         assert call() is not False
         proxy.rule = None
-        assert proxy.done[fault] == 2 or (proxy.done[fault] and fault == "lost-answer")
+        # A response without a body may have come whole before its reset.
+        assert proxy.done[fault] == 2 or (proxy.done[fault] == 1 and fault == "reset-response")
     assert store.read(f"new-{fault}") == b"2"
 
 
