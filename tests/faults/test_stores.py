@@ -21,7 +21,7 @@ from tests.s3server import Server, moto
 
 # Those that a rule for single requests below does not cover.
 FAULTS = ("lost-answer", "412-done", "truncated", "stale-list", "no-condition")
-CALLS = ("write ENOSPC", "fsync EIO", "create EMFILE", "rename EIO", "pread EIO")
+CALLS = ("write ENOSPC", "fsync EIO", "create EMFILE", "pread EIO")
 
 
 @pytest.fixture(scope="module")
