@@ -49,10 +49,10 @@ def create(url: str | PathLike[str], **settings: Any) -> "Lake":
     return create_lake(url, **settings)
 
 
-def open(url: str | PathLike[str], version: int | None = None) -> "Lake":
-    """Open the lake at `url`, at a manifest version (default: the newest).
+def open(url: str | PathLike[str], version: int | str | None = None) -> "Lake":
+    """Open the lake at `url`, at a manifest version or a pin's name (default: the newest).
 
-    Raises Missing when there is no lake or no such version.
+    Raises Missing when there is no lake, no such version or no such pin.
     """
     from hslake.lake import open_lake
 

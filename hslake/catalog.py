@@ -4,48 +4,47 @@ Every commit is a compare-and-swap: the caller decides on the table at version V
 in version V + 1 or nowhere. Nothing is ever updated or removed.
 """
 
-import io
+import contextlib
 import json
 import random
-import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from os import environ
 from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable, reason
+from hslake import deltalog, rollup, tablefile, tablename
+from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
-from hslake.store import Store, refusal, sync_dir, sync_file
+from hslake.store import Store, refusal, remote_failure, sync_dir, sync_file
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
-_CONFIGURATION: dict[str, str | None] = {
+CONFIGURATION: dict[str, str | None] = {
     "delta.enableExpiredLogCleanup": "false",
     "delta.logRetentionDuration": "interval 36500 days",
     "delta.deletedFileRetentionDuration": "interval 36500 days",
 }
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
-_ENTRY = re.compile(r"(\d{20})\.json")
-_PART = re.compile(r"part-\d{20}-[0-9a-f]{32}\.parquet")
-_FIRST_ENTRY = f"_delta_log/{0:020d}.json"
-_MEND = (
-    "restore the entry from a copy (one torn by a power cut as the newest was never reported as "
-    "committed: remove it, and what it held is captured again)"
-)
 _READERS = 8
+_ROLLED_UP = ("manifest",)  # the plan grows by few commits and large files
+_MANY_CHANGES = 64  # files with hides: more of them are quicker read as roll-ups
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
+_LISTINGS = 8  # of a log whose newest entry they lack
+
+
+def _entry(version: int) -> str:
+    return f"_delta_log/{version:020d}.json"
+
+
+_FIRST_ENTRY = _entry(0)
 
 
 class TableState:
@@ -55,6 +54,7 @@ class TableState:
         self.store, self.name, self._table = store, name, table
         self.version: int = table.version()
         self._files: list[str] | None = None
+        self._rollups: set[str] | None = None
 
     def files(self) -> list[str]:
         """URLs (local: absolute paths) of the version's Parquet files."""
@@ -67,43 +67,102 @@ class TableState:
 
     def commit_file(self, version: int) -> str | None:
         """Name of the file that the commit of `version` added; None when it added none."""
+        return self.commit_files().get(version)
+
+    def commit_files(self) -> dict[int, str]:
+        """version -> name of the file that its commit added, for those that added one."""
         names = (u.rpartition("/")[2] for u in self.files())
-        return next((n for n in names if n.startswith(f"part-{version:020d}-")), None)
+        return {v: n for n in names if (v := tablename.version_of(n)) is not None}
 
     def strays(self) -> list[str]:
         """Parquet files in the table's folder that no entry of its log names."""
         names = {p.removeprefix(f"{self.name}/") for p in self.store.list(self.name)}
-        found = {n for n in names if _PART.fullmatch(n)}
+        found = {n for n in names if tablename.version_of(n) is not None}
         now = open_table(self.store, self.name)  # after the list: others commit meanwhile
         return sorted(found - {u.rpartition("/")[2] for u in now.files()})
 
+    def row_files(self) -> list[str]:
+        """URLs of Parquet files that hold the version's rows, each once: `files`, or roll-ups of
+        many of them."""
+        base = self.store.url(self.name)
+        return [
+            f"{base}/{found.name}" if isinstance(found, rollup.Block) else found
+            for found in self._cover()
+        ]
+
+    def _cover(self) -> list[str | rollup.Block]:
+        """The roll-ups and the URLs of the other files that make up the version."""
+        urls = {u.rpartition("/")[2]: u for u in self.files()}
+        cover = rollup.cover(list(urls), self.version, self._have())
+        return [f if isinstance(f, rollup.Block) else urls[f] for f in cover]
+
+    def _have(self) -> set[str]:
+        """Roll-ups that exist, as paths below the table."""
+        if self._rollups is None:
+            found: list[str] = []
+            if self.name in _ROLLED_UP and len(self.files()) > rollup.FACTOR:
+                found = self.store.list(f"{self.name}/{rollup.FOLDER}")
+            self._rollups = {p.removeprefix(f"{self.name}/") for p in found}
+        return self._rollups
+
+    def newest_files(self, count: int) -> list[str]:
+        """URLs of the files of the last `count` commits that added one, newest first."""
+        return sorted(self.files(), reverse=True)[:count]  # the names begin with the version
+
+    def add_actions(self) -> Any:
+        """What the loaded log says of each file, an Arrow table of Delta's flattened actions."""
+        return self._table.get_add_actions(flatten=True)
+
     def change_files(self) -> list[str]:
-        """Those of `files` that may hold rows of another op than `add`.
+        """Those of `row_files` that may hold rows of another op than `add`.
 
         The log's statistics say which cannot, so hides are found without opening every file.
         """
-        actions = pa.table(self._table.get_add_actions(flatten=True))
+        actions = pa.table(self.add_actions())
         if not {"min.op", "max.op"} <= set(actions.column_names):
-            return self.files()
+            return self.row_files()
         columns = (actions[c].to_pylist() for c in ("path", "min.op", "max.op"))
         adds = {p for p, low, high in zip(*columns, strict=True) if low == high == "add"}
-        return [
-            f for f in self.files() if f.removeprefix(f"{self.store.url(self.name)}/") not in adds
-        ]
+        changes = [f for f in self.files() if f.rpartition("/")[2] not in adds]
+        return changes if len(changes) <= _MANY_CHANGES else self.row_files()
 
     def arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows; columns that older files lack are null. Raises Corrupt."""
         schema = arrow_schema(self.name)
         if columns is not None:
             schema = pa.schema([schema.field(c) for c in columns])
-        files = self.files()
+        return self.read(self._cover(), schema)
+
+    def read(self, files: Sequence[str | rollup.Block], schema: pa.Schema) -> pa.Table:
+        """The rows of some of the version's files, in the order given. Raises Corrupt."""
         if not files:
             return schema.empty_table()
         with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
-            return pa.concat_tables(list(pool.map(lambda f: self._read(f, schema), files)))
+            return pa.concat_tables(list(pool.map(lambda f: self._rows(f, schema), files)))
+
+    def _rows(self, file: str | rollup.Block, schema: pa.Schema) -> pa.Table:
+        if isinstance(file, str):
+            return self._read(file, schema)
+        found = self._rolled_up(file, schema)
+        if found is not None:
+            return found
+        base = self.store.url(self.name)
+        return pa.concat_tables([self._read(f"{base}/{part}", schema) for part in file.parts])
+
+    def _rolled_up(self, block: rollup.Block, schema: pa.Schema) -> pa.Table | None:
+        """The rows of a roll-up; None when it does not read: it is only a copy."""
+        try:
+            return tablefile.decode(self.store.read(f"{self.name}/{block.name}"), schema)
+        except (Missing, pa.ArrowException, OSError):
+            return None
+
+    def digested(self) -> set[str]:
+        """Those of `files` whose name holds a digest of their content."""
+        return {u for u in self.files() if tablename.digest_of(u.rpartition("/")[2])}
 
     def check(self, sound: set[str] | None = None) -> None:
-        """Read every file, page checksums included, one at a time. Raises Corrupt.
+        """Read every file, page checksums included, one at a time, and compare the roll-ups with
+        their parts. Raises Corrupt.
 
         Files in `sound` are left out, and those that were read are added: none ever changes.
         """
@@ -112,48 +171,54 @@ class TableState:
             if url not in done:
                 self._read(url, arrow_schema(self.name))
                 done.add(url)
+        for path in self.bad_rollups(done):
+            raise Corrupt(
+                f"{self.store.url(path)} is not what the files hold that it is a copy of: "
+                f"{deltalog.REPAIR}"
+            )
+
+    def bad_rollups(self, sound: set[str] | None = None) -> list[str]:
+        """Paths of roll-ups that differ from the files they are copies of, or do not read."""
+        schema, done, found = arrow_schema(self.name), sound if sound is not None else set(), []
+        base = self.store.url(self.name)
+        for block in self._cover():
+            if isinstance(block, str) or block.name in done:
+                continue
+            parts = self.read([f"{base}/{part}" for part in block.parts], schema)
+            whole = self._rolled_up(block, schema)
+            if whole is None or tablefile.encode(whole) != tablefile.encode(parts):
+                found.append(f"{self.name}/{block.name}")
+            else:
+                done.add(block.name)
+        return found
+
+    def read_file(self, url: str) -> bytes:
+        """The bytes of one of `files`, compared with the digest in its name. Raises Corrupt: DuckDB
+        and Parquet's own checksums pass over a footer that was changed."""
+        name = url.rpartition("/")[2]
+        try:
+            data = self.store.read(f"{self.name}/{name}")
+        except Missing as error:
+            raise self._unreadable(url, error) from None
+        if what := tablename.differs(name, data):
+            raise self._unreadable(url, what)
+        return data
+
+    def _unreadable(self, url: str, why: object) -> Corrupt:
+        return Corrupt(
+            f"{url}: a file of version {self.version} of the table {self.name} cannot be "
+            f"read: {why}; restore it from a copy"
+        )
 
     def _read(self, url: str, schema: pa.Schema) -> pa.Table:
-        path = url.removeprefix(self.store.root).lstrip("/")
         try:
-            body = pa.BufferReader(self.store.read(path))
-            with pq.ParquetFile(body, page_checksum_verification=True) as file:
-                have = set(file.schema_arrow.names)
-                found = file.read(columns=[n for n in schema.names if n in have])
-        except (Missing, pa.ArrowException, OSError) as e:
-            raise Corrupt(
-                f"{url}: a file of version {self.version} of the table {self.name} cannot be "
-                f"read: {e}; restore it from a copy"
-            ) from e
-        columns = [
-            found[f.name].cast(f.type) if f.name in have else pa.nulls(found.num_rows, f.type)
-            for f in schema
-        ]
-        return pa.table(columns, schema=schema)
+            return tablefile.decode(self.read_file(url), schema)
+        except (pa.ArrowException, OSError) as e:
+            raise self._unreadable(url, e) from e
 
     def transaction(self, txn_id: str) -> int | None:
         """The version that transaction `txn_id` made, or None."""
         return self._table.transaction_version(txn_id)
-
-    def history(self) -> list[dict[str, Any]]:
-        """Commits, newest first, as Delta reports them."""
-        return self._table.history()
-
-
-Table = TableState
-
-
-def _options(store: Store) -> dict[str, str] | None:
-    """Options for S3; credentials and endpoint come from the environment."""
-    if store.is_local or not store.root.startswith(("s3://", "s3a://")):
-        return None
-    options = {"aws_conditional_put": "etag"}
-    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or ""
-    if endpoint:
-        options["aws_endpoint_url"] = endpoint
-    if endpoint.startswith("http://"):
-        options["aws_allow_http"] = "true"
-    return options
 
 
 def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> TableState:
@@ -169,13 +234,13 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 Schema.from_arrow(fields),
                 mode="ignore",
                 name=name,
-                configuration=_CONFIGURATION,
-                storage_options=_options(store),
+                configuration=CONFIGURATION,
+                storage_options=store.delta_options(),
                 commit_properties=CommitProperties(max_commit_retries=0),
             )
         except (DeltaError, OSError) as error:
             # Another create was faster; or the answer was lost. Either way the table is there.
-            if not DeltaTable.is_deltatable(store.url(name), _options(store)):
+            if not DeltaTable.is_deltatable(store.url(name), store.delta_options()):
                 raise refusal(store.url(name), error) or Unavailable(
                     f"{store.url(name)}: the table cannot be made: {reason(error)}; look at the "
                     "store and run it again"
@@ -197,36 +262,63 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
 def open_table(store: Store, name: str, version: int | None = None) -> TableState:
     """The table at `version` (default: the newest).
 
-    Raises Missing (no table, no such version), Corrupt (an empty or torn log entry) or
-    InvalidInput (another client raised the table's protocol).
+    Raises Missing (no table, no such version), Corrupt (an empty or torn log entry), InvalidInput
+    (another client raised the table's protocol) or Unavailable.
     """
     if version is not None and (type(version) is not int or version < 0):
         raise InvalidInput(f"version: found {version!r}, expected a whole number from 0")
+    if store.is_local or version is not None:
+        return _load(store, name, version)
+    # Delta finds the newest version by listing the log. What a store lists may be old, what it has
+    # under a name is not, so the next entry is asked for by its name.
+    found: TableState | None = None
+    for tried in range(_LISTINGS):
+        try:
+            newer = _load(store, name, None)
+        except Missing:
+            if not store.exists(f"{name}/{_FIRST_ENTRY}"):
+                raise
+        else:
+            if not store.exists(f"{name}/{_entry(newer.version + 1)}"):
+                return newer
+            if found is not None and newer.version > found.version:
+                return newer  # others commit faster than we look: it is newer than this call
+            found = newer
+        time.sleep(random.uniform(0, 0.05 * 2**tried))
+    raise Unavailable(
+        f"{store.url(name)}: the store's listing lacks entries of the table's log that are there: "
+        "it lists what was, not what is; try again later"
+    )
+
+
+def _load(store: Store, name: str, version: int | None) -> TableState:
     newest = None
     if store.is_local:
         with store.errors(name):
-            newest = _check_log(store, name)
+            newest = deltalog.check(store, name, version)
     url = store.url(name)
     try:
-        table = DeltaTable(url, version=version, storage_options=_options(store))
+        table = DeltaTable(url, version=version, storage_options=store.delta_options())
     except TableNotFoundError:
         raise Missing(f"{url} holds no table: is this a lake?") from None
     except (DeltaError, ValueError, OSError) as e:
-        _check_access(store, name)  # raises Unavailable when that is the reason
-        refused = refusal(url, e)
+        refused = remote_failure(url, e) or refusal(url, e)
         if refused is not None:
             raise refused from e
+        _check_access(store, name)  # raises Unavailable when that is the reason
         if version is not None:
             last = open_table(store, name).version
             if version > last:
                 raise Missing(f"{url} has no version {version}: it has 0 to {last}") from None
             raise Missing(f"version {version} of {url} cannot be loaded: {reason(e)}") from e
-        raise Corrupt(f"{url}: the table's log cannot be read: {reason(e)}; {_MEND}") from e
+        raise Corrupt(
+            f"{url}: the table's log cannot be read: {reason(e)}; {deltalog.REPAIR}"
+        ) from e
     if version is None and newest is not None and table.version() < newest:
         _check_access(store, name)
         raise Corrupt(
             f"{url}: the log goes to version {newest}, only {table.version()} loads: "
-            f"an entry is missing; {_MEND}"
+            f"an entry is missing: restore it from a copy; {deltalog.REPAIR}"
         )
     protocol = table.protocol()
     found = (protocol.min_reader_version, protocol.min_writer_version)
@@ -243,33 +335,6 @@ def _check_access(store: Store, name: str) -> None:
     store.exists(f"{name}/{_FIRST_ENTRY}")
     for path in store.list(f"{name}/_delta_log") if store.is_local else ():
         store.read_range(path, 0, 1)
-
-
-def _check_log(store: Store, name: str) -> int | None:
-    """Newest version in a local log. Raises Corrupt for empty entries or a torn last one.
-
-    After a power cut the last entry may be there without its content, and Delta would silently
-    open the table without those rows.
-    """
-    log = store.local(f"{name}/_delta_log")
-    if not log.is_dir():
-        return None
-    entries = sorted(p for p in log.iterdir() if _ENTRY.fullmatch(p.name))
-    for path in entries:
-        if path.stat().st_size == 0:
-            raise Corrupt(f"{path} is empty: a commit was torn; {_MEND}")
-    if not entries:
-        return None
-    last = entries[-1]
-    try:
-        actions = [json.loads(line) for line in last.read_bytes().splitlines() if line.strip()]
-        kinds = {k for a in actions for k in a}
-        operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise Corrupt(f"{last} is torn ({e}): expected one JSON action a line; {_MEND}") from None
-    if not operation or (operation == "WRITE" and not {"add", "txn"} <= kinds):
-        raise Corrupt(f"{last} is torn: found only {sorted(kinds)}; {_MEND}")
-    return int(last.stem)
 
 
 def commit(
@@ -293,11 +358,13 @@ def commit(
         if rows is None:
             return state.version
         version = state.version + 1
-        data = _fill(rows, name, version)
-        path = f"part-{version:020d}-{uuid.uuid4().hex}.parquet"
-        body = _parquet(data)
-        # The data is durable before the log can name it.
+        data = tablefile.fill(rows, name, version)
+        body = tablefile.encode(data)
+        path = tablename.new_name(version, body)
+        # The data is durable before the log can name it, and so is what the entry stands on.
         store.put(f"{name}/{path}", body)
+        with store.errors(name):
+            deltalog.sync_base(store, name, state.version)
         try:
             _append(state, path, len(body), data, Transaction(txn_id, version))
         except Exception as error:
@@ -327,8 +394,26 @@ def commit(
                 continue
             version = done
         with store.errors(name):
-            _sync(store, name, version)
+            deltalog.sync(store, name, version)
+        if version % rollup.FACTOR == 0 and name in _ROLLED_UP:
+            _roll_up(open_table(store, name, version))
         return version
+
+
+def _roll_up(state: TableState) -> None:
+    """Make the roll-ups that are lacking. They only save time, so whatever fails, the commit that
+    was made stands."""
+    schema, base = arrow_schema(state.name), state.store.url(state.name)
+    folder = f"{state.name}/{rollup.FOLDER}"
+    with contextlib.suppress(HslakeError, OSError):
+        have = {p.removeprefix(f"{state.name}/") for p in state.store.list(folder)}
+        names = [u.rpartition("/")[2] for u in state.files()]
+        for block in rollup.wanted(names, state.version, have):
+            smaller = rollup.cover(block.parts, block.last, have)
+            files = [f if isinstance(f, rollup.Block) else f"{base}/{f}" for f in smaller]
+            body = tablefile.encode(state.read(files, schema))
+            state.store.put(f"{state.name}/{block.name}", body)
+            have.add(block.name)
 
 
 def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transaction) -> None:
@@ -345,48 +430,10 @@ def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transa
         [add],
         mode="append",
         schema=state._table.schema(),
-        commit_properties=CommitProperties(max_commit_retries=0, app_transactions=[txn]),
+        commit_properties=CommitProperties(
+            max_commit_retries=0,
+            app_transactions=[txn],
+            custom_metadata={deltalog.BY: deltalog.who()},
+        ),
         post_commithook_properties=_HOOKS,
     )
-
-
-def _fill(rows: pa.Table, name: str, version: int) -> pa.Table:
-    """`rows` in the table's schema: commit_version and committed_at set, absent columns null."""
-    schema, count = arrow_schema(name), rows.num_rows
-    unknown = set(rows.column_names) - set(schema.names)
-    if unknown:
-        raise InvalidInput(f"rows for {name} have unknown columns {sorted(unknown)}")
-    now = datetime.now(UTC)
-    columns = []
-    for field in schema:
-        if field.name == "commit_version":
-            columns.append(pa.array([version] * count, field.type))
-        elif field.name in rows.column_names:
-            columns.append(rows[field.name].cast(field.type))
-        elif field.name == "committed_at":
-            columns.append(pa.array([now] * count, field.type))
-        elif field.nullable:
-            columns.append(pa.nulls(count, field.type))
-        else:
-            raise InvalidInput(f"rows for {name} lack the column {field.name}")
-    return pa.table(columns, schema=schema)
-
-
-def _parquet(data: pa.Table) -> bytes:
-    out = io.BytesIO()
-    pq.write_table(data, out, compression="zstd", write_page_checksum=True)
-    return out.getvalue()
-
-
-def _sync(store: Store, name: str, version: int) -> None:
-    """Make the log entry (and the checkpoint that may have followed it) durable."""
-    if not store.is_local:
-        return
-    log = store.local(f"{name}/_delta_log")
-    for path in log.glob(f"{version:020d}.*"):
-        sync_file(path)
-    last = log / "_last_checkpoint"
-    if last.exists():
-        sync_file(last)
-    sync_dir(log)
-    sync_dir(log.parent)

@@ -135,6 +135,44 @@ def row_stats(values: np.ndarray) -> RowStats:
     return RowStats(total, peak, bad, values.size)
 
 
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}  # all ones: no number
+_DOT = 8192  # for longer ones BLAS starts threads of its own, beside those of the caller
+_STAT_ROWS = 8  # widened to float64, they stay inside the L2 cache
+
+
+def bits_stats(bits: np.ndarray, dtype: str) -> RowStats:
+    """`row_stats` of stored bit patterns [rows, hidden] (uint16, uint32 for float32), several times
+    faster when all values are finite: the largest is found among the patterns."""
+    if not bits.size:
+        return RowStats()
+    sign = bits.dtype.type((1 << (8 * bits.dtype.itemsize - 1)) - 1)
+    peak = max(
+        int((bits[i : i + _BLOCK_ROWS] & sign).max()) for i in range(0, len(bits), _BLOCK_ROWS)
+    )
+    if peak >= _EXPONENTS[dtype]:
+        return row_stats(to_float32(bits, dtype))
+    shape = (_STAT_ROWS, bits.shape[1])
+    wide = getattr(_scratch, "stats", None)
+    if wide is None or wide[0].shape != shape:
+        wide = _scratch.stats = (np.empty(shape, np.uint32), np.empty(shape, np.float64))
+    total = 0.0
+    for i in range(0, len(bits), _STAT_ROWS):
+        block = bits[i : i + _STAT_ROWS]
+        values = wide[1][: len(block)]
+        if dtype == "bfloat16":
+            high = wide[0][: len(block)]
+            np.left_shift(block, 16, out=high, dtype=np.uint32, casting="unsafe")
+            values[...] = high.view(np.float32)
+        else:
+            values[...] = block.view(np.float16 if dtype == "float16" else np.float32)
+        flat = values.reshape(-1)
+        for j in range(0, flat.size, _DOT):
+            part = flat[j : j + _DOT]
+            total += float(part @ part)
+    largest = to_float32(np.array([peak], bits.dtype), dtype)[0]
+    return RowStats(total, float(largest), 0, bits.size)
+
+
 def fold(
     digests: np.ndarray, pieces: Sequence[tuple[int, int, int]], width: int
 ) -> list[list[tuple[int, RowStats]]]:

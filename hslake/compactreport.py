@@ -1,5 +1,6 @@
 """What a call of `compact` reports."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -12,8 +13,11 @@ class CompactReport:
     preflight, which nobody wants; `damage`: journals and rows that do not read; extract asks for
     both again. `refused`: for each writer of another lake or model what is wrong with its parts; it
     is left alone. `skipped`: writers that
-    another process compacted at the last look; nothing here counts what they hold. `stopped`: ended
-    by `stop`, so what was not committed is still in staging.
+    another process compacted at the last look; nothing here counts what they hold. `troubles`: what
+    could not be done now and may mend by itself; nothing is lost by it, the samples are in staging.
+    `tries`: how often something went wrong so far, `last_error` the newest of it. `backlog_*`: what
+    was complete in staging and not in the lake, at the last look. `stopped`: ended by `stop`, so
+    what was not committed is still in staging.
     """
 
     samples: int = 0
@@ -26,14 +30,27 @@ class CompactReport:
     damage: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
     waiting: int = 0
+    backlog_samples: int = 0
+    backlog_rows: int = 0
+    committed_at: float | None = None
+    looks: int = 0
+    tries: int = 0
+    last_error: str | None = None
     version: int | None = None
     stopped: bool = False
 
     @property
     def passed(self) -> bool:
-        """Nothing was damaged and nothing refused."""
-        return not self.damage and not self.refused
+        """Nothing was damaged, nothing refused, and nothing is in trouble at the end."""
+        return not self.damage and not self.refused and not self.troubles
+
+    def count(self, given_up: Mapping[str, int], duplicates: int) -> None:
+        """A part has gone: these samples of it are not in the lake through it."""
+        for reason, n in given_up.items():
+            self.abandoned[reason] = self.abandoned.get(reason, 0) + n
+        self.duplicates += duplicates
 
     def messages(self) -> list[str]:
         """What a person should know at once."""

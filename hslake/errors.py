@@ -35,9 +35,23 @@ class Unavailable(HslakeError):
 
 
 class Corrupt(HslakeError):
-    """Stored data does not read back as what was written."""
+    """Stored data does not read back as what was written.
+
+    Where it is known: `segment_id`, `object` (key below the segment), `stream` and `sample_id`;
+    the message says them too.
+    """
 
     exit_code = 1
+    segment_id = ""
+    object = ""
+    stream = ""
+    sample_id = ""
+
+    def of(self, sample_id: str) -> "Corrupt":
+        """The same of a sample whose name is known."""
+        found = Corrupt(f"sample {sample_id!r}: {self}")
+        found.__dict__ |= {**self.__dict__, "sample_id": sample_id}
+        return found
 
 
 class NoSpace(HslakeError):

@@ -30,6 +30,7 @@ from hslake.extractreport import (
     last_line,
 )
 from hslake.lake import Lake
+from hslake.listeners import server_at
 from hslake.progress import ProgressMaker, Silent
 from hslake.reach import Reach, ask_reach, name_long
 from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
@@ -85,7 +86,8 @@ def extract(
 ) -> ExtractReport:
     """Capture what is planned and neither committed nor waiting in staging.
 
-    `servers`: URLs of servers started with `hslake serve`. Ctrl-C and SIGTERM end the call early
+    `servers`: URLs of servers started with `hslake serve`, each with the listeners of its further
+    machines behind commas (`hslake.listeners`). Ctrl-C and SIGTERM end the call early
     with `interrupted` set; a second one ends it at once.
 
     Raises InvalidInput (bad SQL, another lake's server or staging), Missing (no lake, no plan, no
@@ -115,7 +117,7 @@ async def extract_async(
     limits = options.limits
     async with new_session() as session:
         clients = [
-            Server(
+            server_at(
                 url,
                 session,
                 request_timeout=limits.request_timeout,

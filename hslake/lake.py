@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hslake import catalog, modelinfo
-from hslake.errors import Conflict, InvalidInput, Missing
+from hslake.checksum import sample_checksum
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.ids import token_hash
 from hslake.segment.read import SegmentReader
 from hslake.spec import (
     DTYPES,
@@ -37,7 +41,10 @@ _LOCATIONS = "sample_locations"
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where a sample lies: `length` tokens from `token_start` of a segment."""
+    """Where a sample lies: `length` tokens from `token_start` of a segment.
+
+    `token_hash` and `checksum` (one a stream of the lake) are those of its capture.
+    """
 
     sample_id: str
     source: str
@@ -46,6 +53,8 @@ class SampleLocation:
     token_start: int
     length: int
     segment_tokens: int
+    token_hash: str
+    checksum: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,9 +175,11 @@ class Lake:
             text = f"{columns} {table} where sample_id = $id"
             rows = query.execute(self._lookups, text, {"id": sample_id}).to_pylist()
         if not rows:
+            from hslake.absence import why_absent
+
             raise Missing(
-                f"{self.url} has no sample {sample_id!r} at version {self.version}: see "
-                "`hslake query LAKE gaps`, or refresh"
+                f"{self.url} has no sample {sample_id!r} at version {self.version}: "
+                f"{why_absent(self, sample_id)}"
             )
         return SampleLocation(**rows[0])
 
@@ -180,16 +191,48 @@ class Lake:
     ) -> Sample:
         """Read a sample: all of it, or some streams and a slice of its rows (only their chunks).
 
-        Raises Missing, InvalidInput (unknown stream), Corrupt (naming the damaged chunk).
+        Every chunk's own checksum is compared; of whole streams also the one taken at capture, of
+        all rows the token hash. Raises Missing (also when a vacuum has removed its segment since
+        this version), InvalidInput (unknown stream), Corrupt (naming the damaged chunk or stream).
         """
         at = self.location(sample_id)
-        hidden, ids, mask = self._reader.sample(
-            at.segment_id, at.token_start, at.length, streams, rows
-        )
-        names = self.spec.streams if streams is None else stream_names(streams)
+        try:
+            hidden, ids, mask = self._reader.sample(
+                at.segment_id, at.token_start, at.length, streams, rows
+            )
+            names = self.spec.streams if streams is None else stream_names(streams)
+            self._compare(at, names, hidden, ids)
+        except Corrupt as error:
+            from hslake.absence import why_gone
+
+            gone = why_gone(self.store, self.version, at.segment_id)
+            raise gone or error.of(sample_id) from error
         return Sample(
             at.sample_id, at.source, at.split, at.length, names, self.spec.dtype, hidden, ids, mask
         )
+
+    def _compare(
+        self, at: SampleLocation, names: Sequence[str], hidden: np.ndarray, ids: np.ndarray
+    ) -> None:
+        """Raise Corrupt unless whole streams are what was captured: chunks know nothing of the
+        sample and the place that they belong to."""
+        if len(ids) != at.length or at.checksum is None:
+            return
+        wrong = [
+            name
+            for name, rows in zip(names, hidden, strict=True)
+            if sample_checksum(rows) != at.checksum[self.spec.streams.index(name)]
+        ]
+        what = [f"stream {', '.join(wrong)}"] if wrong else []
+        if at.token_hash is not None and token_hash(ids) != at.token_hash:
+            what.append("input_ids")
+        if what:
+            raise Corrupt(
+                f"segment {at.segment_id}: {' and '.join(what)} differ from what was captured, "
+                "though every chunk is sound: "
+                "another's data is in this place, or the manifest was changed; `hslake verify` "
+                "tells which, `hslake verify --quarantine` hides the sample"
+            )
 
 
 def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
@@ -197,10 +240,16 @@ def _open(store: Store, spec: LakeSpec, version: int | None) -> Lake:
     return Lake(store, spec, manifest, catalog.open_table(store, "plan"))
 
 
-def open_lake(url: str | PathLike[str], version: int | None = None) -> Lake:
-    """Open the lake at `url`, at a manifest version (default: the newest). Raises Missing."""
+def open_lake(url: str | PathLike[str], version: int | str | None = None) -> Lake:
+    """Open the lake at `url`, at a manifest version or the one that a pin of this name names
+    (default: the newest). Raises Missing."""
     store = open_store(url)
-    return _open(store, read_spec(store.url()), version)
+    spec = read_spec(store.url())
+    if isinstance(version, str):
+        from hslake.pins import version_of
+
+        version = int(version) if version.isdecimal() else version_of(store, version)
+    return _open(store, spec, version)
 
 
 def create(
@@ -244,8 +293,13 @@ def create(
             raise InvalidInput(f"{what}: found {value}, expected at least 1")
     if dtype is None:
         dtype = dtype_found if dtype_found in DTYPES else "bfloat16"
+    norm_objects = norm.objects(FINAL_NORM) if norm else {}
+    digests = {
+        path.removeprefix(f"{FINAL_NORM}/"): hashlib.sha256(data).hexdigest()
+        for path, data in norm_objects.items()
+    }
     spec = make_spec(
-        model,
+        dataclasses.replace(model, final_norm=digests or None),
         chosen,
         dtype=dtype,
         codec=codec,
@@ -254,7 +308,7 @@ def create(
     store.check_put_new()
     for table in TABLES:
         catalog.create_table(store, table)
-    _put_norm(store, norm.objects(FINAL_NORM) if norm else {})
+    _put_norm(store, norm_objects)
     # Last: without this file there is no lake, so nothing that is half done is ever opened.
     try:
         store.put_new(SPEC_FILE, spec.to_json().encode())

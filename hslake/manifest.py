@@ -4,13 +4,28 @@ The SQL twin, for readers, is in `hslake.views`; this is for commits, which deci
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hslake.catalog import TableState
+from hslake.errors import Conflict
 from hslake.schemas import arrow_schema
+
+
+class Deleted(Conflict):
+    """Samples that were about to be committed have been deleted meanwhile."""
+
+    def __init__(self, ids: set[str]) -> None:
+        super().__init__(f"{len(ids)} samples were deleted before they were committed")
+        self.ids = ids
+
+
+class Condemned(Conflict):
+    """A vacuum has condemned a segment that was about to be committed."""
 
 
 def rows(records: Iterable[dict[str, Any]]) -> pa.Table | None:
@@ -43,5 +58,134 @@ def attempts(state: TableState, wanted: Collection[str]) -> set[str]:
 def segments(state: TableState, op: str) -> set[str]:
     """Segments that rows of this `op` (`add`, `hide`, `condemn`) name."""
     table = state.arrow(["op", "segment_id"])
-    pairs = zip(table["op"].to_pylist(), table["segment_id"].to_pylist(), strict=True)
-    return {segment for kind, segment in pairs if kind == op}
+    found = table.filter(pc.equal(table["op"], op))["segment_id"]
+    return set(pc.unique(found).to_pylist()) - {None}
+
+
+def condemned(state: TableState, segment_id: str) -> dict[str, Any] | None:
+    """commit_version, committed_at and reason of a segment's condemnation; None without one."""
+    columns = ["op", "segment_id", "commit_version", "committed_at", "reason"]
+    table = state.arrow(columns)
+    wanted = pc.and_(pc.equal(table["op"], "condemn"), pc.equal(table["segment_id"], segment_id))
+    rows: list[dict[str, Any]] = table.filter(wanted).slice(0, 1).to_pylist()
+    return rows[0] if rows else None
+
+
+def refuse_condemned(state: TableState, segment_id: str) -> None:
+    """Raise Condemned when a vacuum took the segment for an orphan: it must be written again."""
+    if segment_id in segments(state, "condemn"):
+        raise Condemned(
+            f"segment {segment_id} was condemned by a vacuum before it was committed: run the "
+            "command again, no sample is lost"
+        )
+
+
+def refuse_deleted(state: TableState, ids: Collection[str], version: int) -> None:
+    """Raise Deleted when some of `ids` were deleted after `version`: who read the plan at that
+    version must not add them, nor leave their states in a segment.
+
+    The plan's tombstone comes before the manifest's `delete`. So whoever opened a manifest that has
+    the `delete`, and then the plan, does not find the sample planned.
+    """
+    table = state.arrow(["op", "sample_id", "commit_version"])
+    gone = pc.and_(pc.equal(table["op"], "delete"), pc.greater(table["commit_version"], version))
+    found = set(table.filter(gone)["sample_id"].to_pylist()) & set(ids)
+    if found:
+        raise Deleted(found)
+
+
+@dataclass(frozen=True)
+class Span:
+    """In which versions a segment is needed: from `first` to before `end` (None: to the newest).
+
+    `first` is None when no row added it. `ended_at`: when version `end` was made. `bytes` are those
+    of all its objects, `samples` those that were added.
+    """
+
+    segment_id: str
+    first: int | None
+    end: int | None
+    ended_at: datetime | None
+    condemned: bool
+    bytes: int
+    samples: int
+
+    def shows(self, version: int) -> bool:
+        """Whether the samples of `version` are in it."""
+        if self.first is None or version < self.first:
+            return False
+        return self.end is None or version < self.end
+
+
+def spans(state: TableState) -> dict[str, Span]:
+    """The segments that rows name, by id."""
+    columns = ["op", "sample_id", "segment_id", "commit_version", "committed_at"]
+    table = state.arrow([*columns, "segment_stored_bytes"])
+    at: dict[int, datetime] = {}
+    adds: dict[str, dict[str, int]] = {}
+    hides: dict[str, dict[str, int]] = {}
+    condemned: set[str] = set()
+    size: dict[str, int] = {}
+    values = (table[c].to_pylist() for c in table.column_names)
+    for op, sample, segment, version, committed_at, stored in zip(*values, strict=True):
+        at[version] = max(at.get(version, committed_at), committed_at)
+        if segment is None:
+            continue
+        if op == "add":
+            adds.setdefault(segment, {})[sample] = version
+            size[segment] = stored or 0
+        elif op == "hide":
+            ends = hides.setdefault(segment, {})
+            ends[sample] = min(version, ends.get(sample, version))
+        elif op == "condemn":
+            condemned.add(segment)
+    times = _running(at)
+    found = {}
+    for segment in adds.keys() | condemned:
+        added, hidden = adds.get(segment, {}), hides.get(segment, {})
+        end = max((hidden[s] for s in added), default=0) if hidden.keys() >= added.keys() else None
+        found[segment] = Span(
+            segment,
+            min(added.values(), default=None),
+            end,
+            times.get(end) if end is not None else None,
+            segment in condemned,
+            size.get(segment, 0),
+            len(added),
+        )
+    return found
+
+
+def _running(at: dict[int, datetime]) -> dict[int, datetime]:
+    """Times that never go back: a committer's clock may be behind the others'."""
+    found: dict[int, datetime] = {}
+    latest = None
+    for version in sorted(at):
+        latest = at[version] if latest is None else max(latest, at[version])
+        found[version] = latest
+    return found
+
+
+def add_rows(
+    state: TableState, ids: Collection[str] | None = None, segments: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Whole `add` rows of some samples, or of some segments, without commit_version."""
+    table = state.arrow()
+    wanted = pc.equal(table["op"], "add")
+    for column, values in (("sample_id", ids), ("segment_id", segments)):
+        if values is not None:
+            wanted = pc.and_(wanted, pc.is_in(table[column], pa.array(values, pa.string())))
+    return table.filter(wanted).drop_columns(["commit_version"]).to_pylist()
+
+
+def holding(state: TableState, ids: Collection[str]) -> set[str]:
+    """Segments with a copy of one of `ids`, be it hidden, that are not condemned."""
+    table = state.arrow(["op", "sample_id", "segment_id"])
+    wanted = pc.is_in(table["sample_id"], pa.array(ids, pa.string()))
+    found = table.filter(pc.and_(pc.equal(table["op"], "add"), wanted))["segment_id"]
+    return set(found.to_pylist()) - segments(state, "condemn")
+
+
+def all_attempts(state: TableState) -> set[str]:
+    """Attempts that were ever committed."""
+    return set(pc.unique(state.arrow(["attempt"])["attempt"]).to_pylist()) - {None}

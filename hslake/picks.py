@@ -4,18 +4,19 @@ against it; then the row that commits it."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hslake import query
-from hslake.checksum import sample_checksum
+from hslake.checksum import rows_checksum, to_int64
 from hslake.errors import Corrupt, InvalidInput
 from hslake.ids import token_hash
 from hslake.lake import Lake
 from hslake.segment.write import SegmentInfo, SegmentSample
 from hslake.staging.part import PartInfo, Reserved
-from hslake.staging.reader import read_rows
+from hslake.staging.rows import StagedRows, staged_rows
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,19 @@ class Pick:
     part: PartInfo
     row: Reserved
     plan: dict[str, Any]
-    final: bool = True  # no more rows can come to its part
+
+    @property
+    def key(self) -> "Key":
+        """What tells it from every other one."""
+        return key_of(self.part, self.row)
+
+
+Key = tuple[Path, str, int]  # part, attempt, incarnation
+
+
+def key_of(part: PartInfo, row: Reserved) -> Key:
+    """What tells a reservation from every other one: parts are never called the same again."""
+    return part.path, row.attempt, row.incarnation
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,8 @@ def plan_rows(lake: Lake, ids: set[str], sound: set[str]) -> dict[str, dict[str,
 def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
     """Why a staged sample must not be stored, or None: RAM and other processes err too.
 
-    Without `states` they are not read: `write_segment` compares what it has encoded with the
-    writer's checksum, and raises StatesDiffer.
+    Without `states` they are not read: `fill` compares what it has encoded with the writer's
+    checksum, and raises StatesDiffer. Raises PartUnavailable when staging cannot be read now.
     """
     plan, row = pick.plan, pick.row
     name = f"sample {row.sample_id!r} in {pick.part.path}"
@@ -71,25 +84,40 @@ def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
             f"{plan['supervised_tokens']} ones: the plan is damaged, restore its files from a copy",
         )
     try:
-        hidden, ids = read_rows(pick.part, row)
+        hidden, staged_ids = staged_rows(pick.part, row)
+        ids = staged_ids.read()
+        for stream in hidden:
+            stream.check()
+        fits = token_hash(ids) == plan["token_hash"]
+        same = not states or [_checksum(stream) for stream in hidden] == list(row.checksum)
     except (Corrupt, InvalidInput) as error:
         return Doubt("rows do not read", f"{name}: {error}")
-    if token_hash(ids) != plan["token_hash"]:
+    if not fits:
         return Doubt(
             "tokens differ from the plan",
             f"{name}: its input_ids are not the plan's: staging is damaged, or the sample was "
             "planned anew with other tokens; given up",
         )
-    if not states:
-        return None
-    found = [sample_checksum(np.ascontiguousarray(stream)) for stream in hidden]
-    if found != list(row.checksum):
+    if not same:
         return Doubt(
             "checksum differs from the writer's",
             f"{name}: its states differ from the checksum that its writer took: staging is "
             "damaged; given up",
         )
     return None
+
+
+_ROWS = 256  # read at a time
+
+
+def _checksum(rows: StagedRows) -> int:
+    """The stored checksum of a sample's stream."""
+    total = 0
+    for at in range(0, rows.shape[0], _ROWS):
+        part = np.empty((min(_ROWS, rows.shape[0] - at), *rows.shape[1:]), rows.dtype)
+        rows.read_into(at, part)
+        total += rows_checksum(part, at)
+    return to_int64(total)
 
 
 def mask_fits(mask: Any, length: int, supervised_tokens: int) -> bool:
@@ -117,12 +145,12 @@ def batches(picks: Sequence[Pick], limit: int) -> Iterator[list[Pick]]:
 
 
 def segment_sample(pick: Pick) -> SegmentSample:
-    """The sample as a segment takes it."""
-    hidden, ids = read_rows(pick.part, pick.row)
+    """The sample as a segment takes it: its states are read as they are encoded."""
+    hidden, ids = staged_rows(pick.part, pick.row)
     return SegmentSample(
         pick.row.sample_id,
-        [np.asarray(h) for h in hidden],
-        np.asarray(ids),
+        hidden,
+        ids.read(),
         np.asarray(pick.plan["loss_mask"], np.uint8),
         list(pick.row.checksum),
     )

@@ -32,7 +32,8 @@ _ID_HEX = 20  # 80 bits: no two of ten million samples share a default id by cha
 class PlanReport:
     """What a call to plan_files added or, with `dry_run`, would add. Bytes are those of states.
 
-    `unchanged` were planned before, `repeated` are rows without an id that repeat another row
+    `unchanged` were planned before, `deleted` were deleted from the lake and are left out,
+    `repeated` are rows without an id that repeat another row
     exactly; `unsupervised` new samples have no token to train on. `ratio` (stored / raw) is
     `ratio_basis`: "measured" in this lake or "typical" of its codec and dtype. `plan_*` describe
     the whole plan with the new samples. `groups`: new samples by source and split.
@@ -45,6 +46,7 @@ class PlanReport:
     added: int
     unchanged: int
     repeated: int
+    deleted: int
     unsupervised: int
     tokens: int
     supervised_tokens: int
@@ -78,6 +80,7 @@ class _Outcome:
     """What the last round of the compare-and-swap found."""
 
     new: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
     unchanged: int = 0
     live_samples: int = 0
     live_tokens: int = 0
@@ -90,6 +93,7 @@ def plan_files(
     *,
     split_validation: float | None = None,
     tokenizer: str | None = None,
+    again: bool = False,
     dry_run: bool = False,
     progress: ProgressMaker = Silent,
 ) -> PlanReport:
@@ -97,7 +101,8 @@ def plan_files(
 
     `source`: for rows that name none; `split_validation`: share (0 to 1) of the rows without a
     split that go to "validation", chosen by the hash of their tokens; `tokenizer`: the model's
-    folder, for `text` and `messages`; `dry_run`: check and count, write nothing.
+    folder, for `text` and `messages`; `again`: plan also what was deleted from the lake
+    (`hslake delete`), which is left out otherwise; `dry_run`: check and count, write nothing.
 
     Rows without a sample_id get `<source>-<20 hex digits>` from tokens and mask, so the same row
     has the same id in any file. Raises InvalidInput naming file, row and field, or Missing.
@@ -115,7 +120,7 @@ def plan_files(
     outcome = _Outcome()
 
     def build(state: catalog.TableState) -> pa.Table | None:
-        _decide(state, samples, outcome)
+        _decide(state, samples, outcome, again)
         if not outcome.new or dry_run:
             return None
         return _table(samples, outcome.new)
@@ -195,10 +200,13 @@ def _same(a: _Sample, b: _Sample) -> bool:
 # -- against the plan ---------------------------------------------------------------------------
 
 
-def _decide(state: catalog.TableState, samples: dict[str, _Sample], outcome: _Outcome) -> None:
+def _decide(
+    state: catalog.TableState, samples: dict[str, _Sample], outcome: _Outcome, again: bool
+) -> None:
     """Fill `outcome`. Raises InvalidInput when a planned sample would change."""
     columns = ["op", "sample_id", "length", "commit_version"]
-    live = _live(state.arrow(columns=columns))
+    names = state.arrow(columns=columns)
+    live = _live(names)
     outcome.live_samples = live.num_rows
     outcome.live_tokens = pc.sum(live["length"]).as_py() or 0
     planned = set(live["sample_id"].to_pylist()) & samples.keys()
@@ -221,7 +229,10 @@ def _decide(state: catalog.TableState, samples: dict[str, _Sample], outcome: _Ou
             + "; ".join(changed[:3])
             + f"{more}. A planned sample never changes: give the new content a new sample_id"
         )
-    outcome.new = [i for i in samples if i not in planned]
+    ended = names.filter(pc.equal(names["op"], "tombstone"))["sample_id"]
+    deleted = set(() if again else ended.to_pylist()) - planned
+    outcome.deleted = [i for i in samples if i in deleted]
+    outcome.new = [i for i in samples if i not in planned and i not in deleted]
     outcome.unchanged = len(planned)
 
 
@@ -328,6 +339,7 @@ def _report(
         added=len(new),
         unchanged=outcome.unchanged,
         repeated=repeated,
+        deleted=len(outcome.deleted),
         unsupervised=sum(not s.loss_mask.any() for s in new),
         tokens=tokens,
         supervised_tokens=sum(g[2] for g in groups.values()),
@@ -350,7 +362,7 @@ def _report(
 
 def _ratio(store: Store, spec: LakeSpec) -> tuple[float, str]:
     """(stored / raw, where it comes from), as the named query `forecast` says."""
-    files = {"manifest": catalog.open_table(store, "manifest").files(), "plan": []}
+    files = {"manifest": catalog.open_table(store, "manifest").row_files(), "plan": []}
     sql, params = query.resolve("forecast", None)
     with query.connect_files(files, spec, query.filesystem(store)) as con:
         found = query.execute(con, sql, params).to_pylist()[0]

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake.errors import InvalidInput, Missing, Unavailable, reason
-from hslake.store import check_no_password
+from hslake.errors import HslakeError, InvalidInput, Missing, Unavailable, reason
+from hslake.store import check_no_password, is_client_error, open_file
 
 CHATS = ("messages", "conversations")
 _CONTENT = ("input_ids", "text", *CHATS)  # a row has one of them
@@ -106,7 +105,7 @@ def _open(url: str) -> Iterator[tuple[IO[bytes], str]]:
             f"{', '.join(SUFFIXES)} (JSONL also compressed, as .jsonl.gz)"
         )
     try:
-        opened = fsspec.open(url, "rb", compression="infer" if packed else None)
+        opened = open_file(url, "infer" if packed else None)
         handle = opened.open()
     except FileNotFoundError as error:
         # Over HTTP, fsspec says so of every failure and keeps the real one as the cause.
@@ -116,12 +115,19 @@ def _open(url: str) -> Iterator[tuple[IO[bytes], str]]:
         raise Missing(f"{url}: there is no such file") from None
     except IsADirectoryError:
         raise InvalidInput(f"{url}: is a directory; name the files in it") from None
+    except HslakeError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise InvalidInput(f"{url}: cannot be opened: {reason(error)}") from error
-    except Exception as error:  # of botocore, for example: no credentials
+    except Exception as error:  # of a store's client
         raise Unavailable(_refused(url, error)) from error
-    with handle as file:
-        yield file, kind
+    try:
+        with handle as file:
+            yield file, kind
+    except Exception as error:
+        if not is_client_error(error):
+            raise
+        raise Unavailable(_refused(url, error)) from error
 
 
 def _refused(url: str, error: BaseException) -> str:

@@ -25,8 +25,8 @@ import pyarrow as pa
 from hslake import schemas
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing, NoSpace, Unavailable
 from hslake.spec import LakeSpec
-from hslake.store import Store, open_store
-from hslake.views import HIDES, LOGS, TOMBSTONES, VIEWS
+from hslake.store import Store, open_store, remote_failure
+from hslake.views import LOGS, TAKEN_AWAY, VIEWS
 
 if TYPE_CHECKING:
     from hslake.lake import Lake
@@ -80,7 +80,7 @@ def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     """A read-only connection with the views of `lake` at the version it is open at."""
     tables = {"manifest": lake.manifest_table(), "plan": lake.plan_table()}
     return connect_files(
-        {name: table.files() for name, table in tables.items()},
+        {name: table.row_files() for name, table in tables.items()},
         lake.spec,
         filesystem(lake.store),
         {name: table.change_files() for name, table in tables.items()},
@@ -122,7 +122,7 @@ def connect_files(
         return [_canonical(filesystem, u) for u in urls] if filesystem else list(urls)
 
     paths = {name: canonical(urls) for name, urls in files.items()}
-    for table, name, sql in (("hides", "manifest", HIDES), ("tombstones", "plan", TOMBSTONES)):
+    for table, name, sql in TAKEN_AWAY:
         some = canonical((changes or files)[name])
         _run(con, f"create temp table {table} as {sql.format(log=_rows(name, some))}", some)
     _spec_view(con, spec)
@@ -171,7 +171,7 @@ def _unreadable(con: duckdb.DuckDBPyConnection, files: Sequence[str]) -> HslakeE
         except Unavailable as error:
             return error
         except (Missing, duckdb.Error) as error:
-            return Corrupt(
+            return remote_failure(path, error) or Corrupt(
                 f"{path}: a file of the lake's tables cannot be read: {_first_line(error)}; a "
                 "table needs every file that its log names: restore it from a copy"
             )
@@ -278,13 +278,13 @@ def run(
     lake: Lake | str,
     sql_or_name: str,
     params: Mapping[str, Any] | None = None,
-    version: int | None = None,
+    version: int | str | None = None,
 ) -> pa.Table:
     """Run one SELECT, or the named query of that name, and return the rows.
 
-    `lake`: an open Lake, or its URL; `version`: a manifest version (default: the one `lake` is open
-    at, or the newest); `params`: values for the query's `$name`s. Raises InvalidInput with DuckDB's
-    message when the query fails.
+    `lake`: an open Lake, or its URL; `version`: a version or a pin's name (default: the one `lake`
+    is open at, or the newest); `params`: values for the query's `$name`s. Raises InvalidInput with
+    DuckDB's message when the query fails.
     """
     import hslake
 
@@ -384,6 +384,8 @@ def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
             f"the query needs more memory than it may use: {_first_line(error)}. Select fewer "
             f"columns or rows, or set {MEMORY}, for example to 8GB"
         )
+    if unreachable := remote_failure("the lake's tables", error):
+        return unreachable
     if not isinstance(error, _ABOUT_SQL):
         (allowed,) = con.execute("select current_setting('allowed_paths')").fetchall()[0]
         damage = _unreadable(con, allowed)
@@ -397,4 +399,4 @@ def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

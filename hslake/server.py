@@ -117,13 +117,13 @@ class ServerStatus:
 
     @property
     def largest_reservation(self) -> int:
-        """The longest sample that every writer can take, in tokens; 0 without writers."""
-        return min((w.largest_reservation for w in self.writers), default=0)
+        """The longest sample that every live writer can take, in tokens; 0 without any."""
+        return min((w.largest_reservation for w in self.writers if w.alive), default=0)
 
     def room(self, longest: int) -> int:
         """Rows that may be asked for at once when no sample is longer than `longest`. Which writer
         gets a request is not ours to say, so the fullest one decides for all."""
-        rooms = [w.room(longest) for w in self.writers]
+        rooms = [w.room(longest) for w in self.writers if w.alive]
         return min(rooms, default=0) * len(rooms)
 
     @property

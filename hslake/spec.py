@@ -36,7 +36,8 @@ _MAX_SHARD_TOKENS = 65_536
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of the model; `fingerprint` maps `config` and `weights` to SHA-256 or None."""
+    """What is known of the model; `fingerprint` maps `config` and `weights` to SHA-256 or None,
+    `final_norm` the keys below model/final_norm to theirs (None: no norm, or an older lake)."""
 
     name: str
     architecture: str
@@ -44,6 +45,7 @@ class ModelInfo:
     hidden_size: int
     vocab_size: int | None
     fingerprint: dict[str, str | None]
+    final_norm: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import hslake
 from hslake import query
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake
+from hslake.listeners import server_at
 from hslake.server import (
     CAPTURED,
     Event,
-    Server,
     ServerDown,
     ServerStatus,
     WriterStatus,
@@ -180,7 +180,7 @@ def local_statuses(root: Path) -> list[ServerStatus]:
 
 async def _ask(urls: Sequence[str]) -> list[tuple[str, ServerStatus | ServerDown]]:
     async with new_session() as session:
-        servers = [Server(url, session, status_timeout=10.0) for url in urls]
+        servers = [server_at(url, session, status_timeout=10.0) for url in urls]
         found = await asyncio.gather(*(whole_status(server) for server in servers))
     return list(zip((s.url for s in servers), found, strict=True))
 

@@ -13,10 +13,17 @@ LOGS = {"manifest": "manifest", "plan_log": "plan"}
 
 # What takes rows away is small and in few files: read once, when a connection is made.
 HIDES = "select distinct sample_id, segment_id from ({log}) where op = 'hide'"
+CONDEMNED = "select distinct segment_id from ({log}) where op = 'condemn'"
 TOMBSTONES = """
     select sample_id, max(commit_version) as commit_version
     from ({log}) where op = 'tombstone' group by sample_id
 """
+# (table, over which log, its rows)
+TAKEN_AWAY = (
+    ("hides", "manifest", HIDES),
+    ("condemned", "manifest", CONDEMNED),
+    ("tombstones", "plan", TOMBSTONES),
+)
 
 VIEWS: dict[str, str] = {
     # Nothing here looks at more than the small set of hides: no window over the manifest.
@@ -40,6 +47,7 @@ VIEWS: dict[str, str] = {
             min(m.commit_version) as commit_version
         from manifest m
         left join hides h on h.sample_id = m.sample_id and h.segment_id = m.segment_id
+        anti join condemned c on c.segment_id = m.segment_id
         where m.op = 'add'
         group by m.segment_id
     """,
@@ -82,6 +90,7 @@ VIEWS: dict[str, str] = {
                 commit_version, segment_id, min(committed_at) as committed_at,
                 count(*) filter (op = 'add') as added,
                 count(*) filter (op = 'hide') as hidden,
+                count(*) filter (op = 'delete') as deleted,
                 count(*) filter (op = 'condemn') as condemned,
                 sum(length) filter (op = 'add') as tokens,
                 any_value(segment_raw_bytes) filter (op = 'add') as raw_bytes,
@@ -93,6 +102,7 @@ VIEWS: dict[str, str] = {
             min(committed_at) as committed_at,
             sum(added)::bigint as added,
             sum(hidden)::bigint as hidden,
+            sum(deleted)::bigint as deleted,
             count(*) filter (added > 0) as segments,
             count(*) filter (condemned > 0) as condemned_segments,
             coalesce(sum(tokens), 0)::bigint as tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from hslake import catalog
+from hslake import catalog, tablefile
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.store import Store, open_store
 
@@ -161,8 +161,8 @@ def test_failure_is_retried_then_raised(store: Store, monkeypatch: pytest.Monkey
 def test_stale_append_is_refused(store: Store) -> None:
     stale = catalog.open_table(store, "manifest")
     catalog.commit(store, "manifest", lambda _: rows("a"), "t")
-    table = catalog._fill(rows("b"), "manifest", 1)
-    data = catalog._parquet(table)
+    table = tablefile.fill(rows("b"), "manifest", 1)
+    data = tablefile.encode(table)
     store.put("manifest/late.parquet", data)
     with pytest.raises(Exception, match=r"(?i)commit|version|exist"):
         catalog._append(stale, "late.parquet", len(data), table, catalog.Transaction("late", 1))
@@ -246,7 +246,7 @@ def test_foreign_protocol_is_refused(store: Store) -> None:
 def test_settings_keep_old_versions(store: Store) -> None:
     actions = [json.loads(x) for x in log_entry(store, 0).read_text("utf-8").splitlines()]
     found = next(a["metaData"]["configuration"] for a in actions if "metaData" in a)
-    assert found == catalog._CONFIGURATION
+    assert found == catalog.CONFIGURATION
 
 
 def test_versions(store: Store, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 import hslake
 from hslake import catalog
-from hslake.errors import Conflict, Corrupt, InvalidInput
-from hslake.pins import Pin, pin, pins
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
+from hslake.pins import Pin, pin, pins, unpin
 from hslake.verify import verify
 from hslake.versions import log
 from tests.lakes import MadeLake, make_lake
@@ -45,15 +45,19 @@ def test_a_lost_entry_of_the_log_is_noticed(made: MadeLake) -> None:
     assert verify(made.url).warnings == []
     entry(made, 2).unlink()
     lost = verify(made.url, "manifest")
-    (warning,) = lost.warnings
-    assert "part-00000000000000000002-" in warning and "lost its newest entries" in warning
+    warning, orphan = lost.warnings
+    assert (
+        "1 segments with" in orphan
+        and "part-00000000000000000002-" in warning
+        and "lost its newest entries" in warning
+    )
     assert "has 0 to 1" in lost.damage[0].what and not lost.damage[0].sample_ids
     state = catalog.open_table(made.lake.store, "manifest")
     again = state.arrow().drop_columns(["commit_version"])
     catalog.commit(made.lake.store, "manifest", lambda _: again, "another")
     for level in ("manifest", "full"):
         found = verify(made.url, level)
-        assert len(found.warnings) == 1 and "took the number" in found.damage[0].what
+        assert len(found.warnings) == 2 and "took the number" in found.damage[0].what
     with pytest.raises(Corrupt, match=r"run\.json names version 2 as part-.*took the number"):
         pins(hslake.open(made.url))
 
@@ -66,6 +70,34 @@ def test_a_commit_meanwhile_is_no_stray(made: MadeLake) -> None:
 
 def test_a_name_taken_meanwhile(made: MadeLake, monkeypatch: pytest.MonkeyPatch) -> None:
     pin(made.url, "run", 1)
-    monkeypatch.setattr("hslake.store.Store.exists", lambda *_: False)
+
+    def not_yet(*_: object) -> None:
+        raise Missing("not yet")
+
+    monkeypatch.setattr("hslake.pins._read", not_yet)
     with pytest.raises(Conflict):
         pin(made.url, "run", 2)
+
+
+def test_a_removed_name_names_nothing_else(made: MadeLake) -> None:
+    first = pin(made.url, "run", 1)
+    assert hslake.open(made.url, version="run").version == 1
+    assert unpin(made.url, "run") == first
+    assert pins(made.lake) == []
+    with pytest.raises(Missing, match="no pin 'run'; its pins: none"):
+        hslake.open(made.url, version="run")
+    with pytest.raises(Missing, match="no pin 'run'"):
+        unpin(made.url, "run")
+    with pytest.raises(InvalidInput, match="named version 1 already"):
+        pin(made.url, "run", 2)
+    assert pin(made.url, "run", 1).version == 1
+    with pytest.raises(InvalidInput, match="a number is a version"):
+        pin(made.url, "12")
+    assert hslake.open(made.url, version="2").version == 2
+    with pytest.raises(InvalidInput, match="a pin's name"):
+        hslake.open(made.url, version="../hslake")
+    # One that does not read any more can be removed, too.
+    (Path(made.url) / "pins/run.json").write_text("{")
+    with pytest.raises(Corrupt):
+        hslake.open(made.url, version="run")
+    assert unpin(made.url, "run") is None and pins(made.lake) == []

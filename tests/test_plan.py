@@ -211,7 +211,9 @@ def test_planned_again_after_a_tombstone(url: str, tmp_path: Path) -> None:
     gone = pa.table({"op": ["tombstone"], "sample_id": ["a"]})
     catalog.commit(open_store(url), "plan", lambda state: gone, "gone")
     other = write(tmp_path / "b.jsonl", {"sample_id": "a", "input_ids": [2], "source": "A1"})
-    assert plan_files(url, [other]).added == 1
+    left_out = plan_files(url, [other])
+    assert (left_out.added, left_out.deleted) == (0, 1)  # nothing that was deleted slips back in
+    assert plan_files(url, [other], again=True).added == 1
     assert plan_files(url, [other]).unchanged == 1
     with pytest.raises(InvalidInput, match="other tokens"):
         plan_files(url, [file])

@@ -1,72 +1,56 @@
-"""Lakes on S3, against a moto server over a socket: commands, reading, loader, races, trouble."""
+"""Lakes on S3, against real servers over a socket: commands, reading, loader, races, trouble."""
 
 import json
 import os
-import socket
-import subprocess
-import sys
+import re
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import s3fs
 from typer.testing import CliRunner, Result
 
 import hslake
 from hslake import catalog
 from hslake.cli import app
-from hslake.errors import CheckFailed, Conflict, Corrupt, InvalidInput, Missing, Unavailable
+from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.segment.write import SegmentSample, new_segment_id, write_segment
-from hslake.store import open_store
+from hslake.store import Written, open_store
+from tests.faults.proxy import proxied
 from tests.lakes import damage_sample, make_lake
+from tests.s3server import Server, ceph, ceph_missing, moto
 
-SECRET = "sekrit/dummy+key"
+SECRET = Server("").secret
+MOTO_KEY = Server("").key
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Endpoint of a moto server in a process of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, **quiet)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            assert process.poll() is None, "moto's server ended at once"
-            try:
-                urllib.request.urlopen(f"{url}/moto-api/", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
-            raise AssertionError("moto's server does not answer")
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+@pytest.fixture(scope="module", params=["moto", "ceph"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Two servers whose answers differ: moto always, Ceph where it is installed."""
+    if request.param == "moto":
+        with moto() as found:
+            yield found
+    elif missing := ceph_missing():
+        pytest.skip(f"Ceph is not installed: {', '.join(missing)} (see tests/ceph.sh)")
+    else:
+        with ceph(tmp_path_factory.mktemp("ceph")) as found:
+            yield found
 
 
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """URL of a fresh bucket; the environment says where it is and who asks."""
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIADUMMY")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()  # one of another test has another endpoint
-    name = request.node.name.replace("_", "-").lower()[:60]
-    s3fs.S3FileSystem().mkdir(name)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:60]
+    server.client().create_bucket(Bucket=name)
     return f"s3://{name}"
 
 
@@ -83,7 +67,7 @@ def ok(*args: object) -> dict:
     return json.loads(found.stdout)
 
 
-def test_every_command(bucket: str, tmp_path: Path) -> None:
+def test_every_command(server: Server, bucket: str, tmp_path: Path) -> None:
     url = f"{bucket}/a/lake"
     model = ("--hidden-size", 8, "--num-layers", 8, "--dtype", "bfloat16")
     made_by_cli = ok("create", f"{bucket}/other", *model, "--capture", "2,final")
@@ -110,8 +94,9 @@ def test_every_command(bucket: str, tmp_path: Path) -> None:
     assert call("pin", url, "first").exit_code == 2
     assert ok("vacuum", url, "--retain", "0s")["segments"] == []
 
-    objects = s3fs.S3FileSystem().find(url)
-    assert not any(SECRET.encode() in s3fs.S3FileSystem().cat_file(o) for o in objects)
+    store = open_store(bucket)
+    assert len(store.list()) > 20
+    assert not any(server.secret.encode() in store.read(o) for o in store.list())
 
 
 def test_reading(bucket: str, tmp_path: Path) -> None:
@@ -168,24 +153,26 @@ def test_damage_is_found_and_hidden(bucket: str, tmp_path: Path) -> None:
     assert np.array_equal(made.lake.read("B3-000001").hidden_states, truth)
 
 
+@pytest.mark.parametrize("fault", ["500", "hang", "short"])
 def test_an_outage_is_no_damage(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     made = make_lake(tmp_path, lengths=[300, 20], url=f"{bucket}/lake")
-    fs = made.lake.store.fs  # fsspec hands out the same one again
-    for name in ("cat_file", "info"):  # while it reads chunks; while it looks at sizes
-        real = getattr(fs, name)
-
-        def fails(path: str, *args: object, _real: Any = real, **more: object) -> object:
-            if "/segments/" in path:
-                raise PermissionError("Access Denied")
-            return _real(path, *args, **more)
-
-        with monkeypatch.context() as m:
-            m.setattr(fs, name, fails)
-            found = call("verify", made.url, "--quarantine")
-        assert found.exit_code == 2 and "refuses (PermissionError" in found.output, name
-    assert ok("verify", made.url)["samples"] == 2
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("HSLAKE_S3_TIMEOUT", "1" if fault == "hang" else "60")
+    with proxied(server.url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        # While it reads inventories, chunks, and the table's files.
+        places = ["inventory.json", "/hidden_states/c/", "/manifest/part-"]
+        if fault == "short":  # DuckDB would call its file damaged
+            places.pop()
+        for what in places:
+            proxy.rule = lambda r, what=what: fault if what in r.path else None
+            found = call("verify", made.url, "--level", "full", "--quarantine")
+            assert found.exit_code == 2 and "the store " in found.output, (what, found.output)
+        assert proxy.done[fault] > 2
+        proxy.rule = None
+        assert ok("verify", made.url, "--level", "full")["samples"] == 2
 
 
 def test_orphans_are_vacuumed(bucket: str, tmp_path: Path) -> None:
@@ -204,6 +191,49 @@ def test_orphans_are_vacuumed(bucket: str, tmp_path: Path) -> None:
     assert np.array_equal(
         made.lake.read("A1-000000").hidden_states, made.samples["A1-000000"].states
     )
+
+
+def test_uploads_that_nobody_ended(
+    server: Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_lake(tmp_path, lengths=[20], url=f"{bucket}/lake")
+    client, name = server.client(), bucket.removeprefix("s3://")
+    for key in ("lake/segments/x/hidden_states/c/0/0/0", "lake2/x"):
+        begun = client.create_multipart_upload(Bucket=name, Key=key)["UploadId"]
+        client.upload_part(Bucket=name, Key=key, UploadId=begun, PartNumber=1, Body=b"1" * 1000)
+    if server.key != MOTO_KEY:  # moto says of all that they began in 2010
+        assert ok("vacuum", made.url, "--retain", "0s")["uploads"] == []  # somebody may be at work
+    ours = ["lake/segments/x/hidden_states/c/0/0/0"]
+    retain = ("--retain", "0s")
+    monkeypatch.setattr("hslake.versions.datetime", _Later)
+    assert ok("vacuum", made.url, *retain, "--dry-run")["uploads"] == ours
+    assert ok("vacuum", made.url, *retain)["uploads"] == ours
+    assert ok("vacuum", made.url, *retain)["uploads"] == []
+    left = client.list_multipart_uploads(Bucket=name)["Uploads"]
+    assert [u["Key"] for u in left] == ["lake2/x"]  # of another lake
+
+
+class _Later(datetime):
+    """A clock that is an hour ahead."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "_Later":
+        return super().now(tz) + timedelta(hours=1)
+
+
+def test_paranoid(server: Server, bucket: str, tmp_path: Path) -> None:
+    made = make_lake(tmp_path, lengths=[300, 20, 700], url=f"{bucket}/lake")
+    for flags in ((), ("--paranoid",)):
+        made.stage(made.plan([3000]))
+        with proxied(server.url) as proxy, pytest.MonkeyPatch.context() as m:
+            m.setenv("AWS_ENDPOINT_URL", proxy.url)
+            assert ok("compact", made.url, "--staging", made.staging, *flags)["samples"] == 1
+            heads = {r.path for r in proxy.seen if r.method == "HEAD" and "/segments/" in r.path}
+            puts = {r.path for r in proxy.seen if r.method == "PUT" and "/segments/" in r.path}
+            assert puts and heads == puts  # size and checksum of every object
+            gets = [r for r in proxy.seen if r.method == "GET" and "/segments/" in r.path]
+            assert {r.path for r in gets} == puts
+    assert ok("verify", made.url, "--level", "full")["samples"] == 5
 
 
 def test_of_racing_writers_each_sample_is_added_once(bucket: str) -> None:
@@ -237,25 +267,30 @@ def test_of_racing_writers_each_sample_is_added_once(bucket: str) -> None:
     assert len([p for p in store.list("manifest") if p.endswith(".parquet")]) == 3
 
 
-def test_store(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store(bucket: str) -> None:
     store = open_store(f"{bucket}/lake")
     store.put("a/b", b"0123456789")
     assert store.read_range("a/b", 2, 5) == b"234" and store.read_range("a/b", suffix=3) == b"789"
+    assert store.read_range("a/b", 8, 50) == b"89" and store.read_range("a/b", 7) == b"789"
+    assert (
+        store.read_range("a/b", 50, 60) == b"" and store.read_range("a/b", suffix=50)[:2] == b"01"
+    )
     assert store.size("a/b") == 10 and store.exists("a/b") and not store.exists("a")
     with pytest.raises(Conflict):
         store.put_new("a/b", b"2")
-    assert store.list() == ["a/b"]
+    store.put("e", b"")
+    assert store.read("e") == store.read_range("e", suffix=3) == b""
+    odd = "x y/#c%20é@z"
+    store.put(odd, b"odd")
+    assert store.read(odd) == b"odd" and store.list() == ["a/b", "e", odd]
+    store.delete(odd)
+    store.delete("e")
+    assert store.list() == ["a/b"] and store.list("a/") == ["a/b"] and not store.list("nothing")
     store.delete("a/b")
     store.delete("a/b")
     for call_it in (store.read, store.size, store.read_range):
         with pytest.raises(Missing, match="a/b is not there"):
             call_it("a/b")
-    # A store without conditional put is refused.
-    real = store.fs.pipe_file
-    monkeypatch.setattr(store.fs, "pipe_file", lambda key, data, mode=None: real(key, data))
-    with pytest.raises(CheckFailed, match="If-None-Match"):
-        store.check_put_new()
-    assert store.list() == []
 
 
 def test_trouble_is_named_without_secrets(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,20 +308,45 @@ def test_trouble_is_named_without_secrets(bucket: str, monkeypatch: pytest.Monke
         open_store(f"s3://AKIADUMMY:{SECRET.replace('/', '')}@b/lake")
 
     lake = hslake.create(f"{bucket}/lake", hidden_size=8, num_layers=8, capture="1")
-    with monkeypatch.context() as m:
-        m.setattr(lake.store.fs, "cat_file", _raise(PermissionError(f"denied to {SECRET}")))
-        with pytest.raises(Unavailable, match=r"refuses.*denied") as e:
-            lake.store.read("hslake.json")
-        assert SECRET not in str(e.value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    s3fs.S3FileSystem.clear_instance_cache()
     found = call("log", lake.url)
     assert found.exit_code == 2 and "cannot be reached" in found.output
 
 
-def _raise(error: Exception):
-    def raises(*args: object, **kwargs: object) -> None:
-        raise error
+def test_wrong_keys(server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if server.key == MOTO_KEY:
+        pytest.skip("moto takes any key")
+    lake = hslake.create(f"{bucket}/lake", hidden_size=8, num_layers=8, capture="1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-sekrit-key")
+    with pytest.raises(Unavailable, match=r"refuses.*SignatureDoesNotMatch") as e:
+        open_store(lake.url).read("hslake.json")
+    assert "sekrit" not in str(e.value)
+    found = call("status", lake.url)
+    assert found.exit_code == 2 and "refuses" in found.output and "sekrit" not in found.output
 
-    return raises
+
+def test_large_objects_go_in_parts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"{bucket}/lake")
+    part = 16 << 20
+    rng = np.random.default_rng(0)
+    for size in (part, part + 1, 2 * part, 2 * part + 5):
+        data = rng.bytes(size)
+        pieces = [data[i : i + 3_700_000] for i in range(0, size, 3_700_000)]
+        written = store.put("big", pieces)
+        assert written.size == size
+        assert (written.tag or "").endswith("-2" if size <= 2 * part else "-3") == (size > part)
+        store.confirm("big", written)  # the tag that we computed is the store's
+        assert store.read("big") == data
+    # Other bytes of the same size, and a store whose tags say nothing.
+    store.put("big", [data[:-1], b"?" if data[-1:] != b"?" else b"!"])
+    with pytest.raises(Corrupt, match="the store holds"):
+        store.confirm("big", written)
+    store.put("big", data)
+    real = type(store._remote).stat
+    monkeypatch.setattr(
+        type(store._remote), "stat", lambda self, path: Written(real(self, path).size, "0" * 32)
+    )
+    store.confirm("big", written)
+    with pytest.raises(Corrupt, match="the store holds"):
+        store.confirm("big", Written(size, "1" * 32))

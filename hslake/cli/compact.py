@@ -1,29 +1,35 @@
 """`hslake compact`."""
 
 import contextlib
+import os
 import resource
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hslake.cli.common import Json, Lake, examples, note, print_json, print_pairs
+from hslake.cli.common import INTERRUPTED, Json, Lake, examples, note, print_json, print_pairs
 from hslake.errors import CheckFailed, InvalidInput
 from hslake.units import format_bytes, format_count, parse_count
 
 if TYPE_CHECKING:
     from hslake.compactreport import CompactReport
 
+_HUNG_S = 10.0  # after the grace: something hangs that cannot be called off
 _STILL = " still arriving; one that was cut short is given up after an hour of silence"
 
 
 @examples(
     "hslake compact LAKE --staging /dev/shm/hslake",
     "hslake compact LAKE --staging /dev/shm/hslake --watch",
+    "hslake compact s3://bucket/lake --staging /dev/shm/hslake --paranoid",
     "hslake compact LAKE --staging /dev/shm/a --staging /dev/shm/b --json",
+    "hslake compact LAKE --staging /dev/shm/hslake --watch --listen 0.0.0.0:9650",
 )
 def compact(
     lake: Lake,
@@ -32,50 +38,80 @@ def compact(
     ],
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Go on until Ctrl-C or SIGTERM, then finish the segment."),
+        typer.Option("--watch", help="Go on until Ctrl-C or SIGTERM, whatever may mend by itself."),
     ] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="With --watch: pause between passes.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="With --watch: pause between looks.")
     ] = 1.0,
+    max_age: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="With --watch: no sample waits longer than this for others to fill its segment.",
+        ),
+    ] = 60.0,
     segment_tokens: Annotated[
         str | None,
         typer.Option(metavar="N", help="Most tokens of a segment (default: the lake's geometry)."),
+    ] = None,
+    paranoid: Annotated[
+        bool,
+        typer.Option(
+            "--paranoid", help="Read all that was stored back before it is committed, not a sample."
+        ),
+    ] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Answer /hslake/status, /hslake/metrics and /health there: for drivers on other "
+            "machines, and for Prometheus.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="After Ctrl-C or SIGTERM: time to finish the segments that were begun.",
+        ),
+    ] = 20.0,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads that encode (default: all of up to 4 cores, else half)."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Move complete samples from staging into the lake and free their staging.
 
-    With --watch, a live server's parts are taken once they are full or idle for some seconds, so
-    that segments are not tiny; without it, everything complete.
+    With --watch, what is complete is gathered until a segment is full, a sample has waited for
+    --max-age, or a server is short of staging rows; without it, everything complete is taken.
 
     Every sample is checked against the checksum made at capture before it is committed. A crash
     anywhere leaves nothing half visible: run it again. Parts of another lake or model are refused
     and left alone, damaged ones reported; the others go on, and the exit code is 1.
+
+    Ctrl-C or SIGTERM finishes the segments that were begun, or removes what they left after
+    --grace; a second one ends at once. With --watch that is the ordinary end (exit code 0, or 1
+    after damage); without it the exit code is 130. Exit code 2 (1 for damage) when the lake itself
+    cannot be used.
     """
     limit = None if segment_tokens is None else parse_count(segment_tokens, "--segment-tokens")
     if limit is not None and limit < 1:
         raise InvalidInput(f"--segment-tokens: found {limit}, expected at least 1")
-    stopping = False
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal stopping
-        if stopping:  # the second Ctrl-C does not wait
-            raise KeyboardInterrupt
-        stopping = True
-        note("finishing this segment; press Ctrl-C again to stop at once")
-
-    signals = (signal.SIGINT, signal.SIGTERM) if watch else ()
-    before = [(s, signal.signal(s, stop)) for s in signals]
     import hslake.compact
 
     _open_files()
+    from hslake.compactreport import CompactReport
     from hslake.progress import NoteLines, Progress
 
-    try:
-        # Without a terminal a watching one tells its commits; "0 tokens/s" for days helps nobody.
-        lines = watch and not sys.stderr.isatty()
-        if lines:
-            note(f"compact: watching {', '.join(map(str, staging))}")
+    found = CompactReport()
+    # Without a terminal a watching one tells its commits; "0 tokens/s" for days helps nobody.
+    lines = watch and not sys.stderr.isatty()
+    if lines:
+        note(f"compact: watching {', '.join(map(str, staging))}")
+    with _stopping(grace) as stop, _listening(listen, lake, staging, found):
         with NoteLines(None, "compact") if lines else Progress(None, "compact (tokens)") as bar:
             report = hslake.compact.compact(
                 lake,
@@ -83,12 +119,14 @@ def compact(
                 watch=watch,
                 segment_tokens=limit,
                 progress=bar,
-                stop=lambda: stopping,
+                stop=stop,
                 interval_s=interval,
+                paranoid=paranoid,
+                max_age_s=max_age,
+                grace_s=grace,
+                threads=threads,
+                report=found,
             )
-    finally:
-        for sign, handler in before:
-            signal.signal(sign, handler)
     if json:
         print_json(report)
     else:
@@ -114,6 +152,60 @@ def compact(
         )
     if not report.passed:
         raise CheckFailed(_problems(report))
+    if report.stopped and not watch:
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _stopping(grace: float) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come. The process ends at once at the second one, or when it
+    hangs for longer than its grace: its locks fall with it, a vacuum removes what it was writing.
+    """
+    over = threading.Event()
+    done = threading.Event()
+
+    def end(code: int, why: str) -> None:
+        show = "\033[?25h" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
+        note(f"{show}{why}; nothing is half visible, the rest is in staging")
+        sys.stderr.flush()
+        os._exit(code)
+
+    def watchdog() -> None:
+        if not done.wait(grace + _HUNG_S):
+            end(INTERRUPTED, f"still not stopped {grace + _HUNG_S:.0f} s later: ended")
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if over.is_set():
+            end(128 + signum, "stopped at once")
+        over.set()
+        threading.Thread(target=watchdog, daemon=True).start()
+        note("finishing what was begun; again ends at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield over.is_set
+        return
+    before = [(s, signal.signal(s, stop)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield over.is_set
+    finally:
+        done.set()
+        for sign, handler in before:
+            signal.signal(sign, handler)
+
+
+@contextlib.contextmanager
+def _listening(
+    address: str | None, lake: str, staging: list[Path], report: "CompactReport"
+) -> Iterator[None]:
+    if address is None:
+        yield
+        return
+    from hslake.compact.listen import Listener
+    from hslake.lake import open_lake
+
+    with Listener(address, staging, report, open_lake(lake).spec.lake_id) as listener:
+        note(f"compact: listening on {listener.address}")
+        yield
 
 
 def _open_files() -> None:
@@ -125,6 +217,8 @@ def _open_files() -> None:
 
 def _problems(report: "CompactReport") -> str:
     lines = []
+    if report.troubles:
+        lines.append("\n  ".join(["not done, run it again:", *report.troubles]))
     if report.refused:
         lines.append("\n  ".join(["of another lake or model:", *report.refused]))
     if report.damage:

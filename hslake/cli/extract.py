@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 Servers = Annotated[
     list[str],
-    typer.Option("--server", metavar="URL", help="A server's address; repeat for several."),
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="A server's address; repeat for several. Behind commas: the `compact --listen` of the "
+        "server's other machines.",
+    ),
 ]
 
 
@@ -22,6 +27,7 @@ Servers = Annotated[
     "hslake extract LAKE --server http://a:30000 --server http://b:30000 --concurrency 64",
     "hslake extract LAKE --server http://localhost:30000 --where \"source = 'B3'\" --limit 1000",
     'hslake extract LAKE --server http://localhost:30000 --order "length desc"',
+    "hslake extract LAKE --server http://node0:30000,http://node1:9650",
 )
 def extract(
     lake: Lake,

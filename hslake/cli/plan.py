@@ -38,6 +38,10 @@ def plan(
             "of their tokens (default: all to `train`).",
         ),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Plan also what was deleted from the lake (hslake delete)."),
+    ] = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -47,7 +51,8 @@ def plan(
     conversations with from and value), and optionally sample_id,
     loss_mask (0 or 1 for each token; default all 1), source, split. A row without a sample_id is
     named after its content. Planning a file again adds nothing; a planned id with other content is
-    an error. All rows of a call are registered, or none.
+    an error; what `hslake delete` has deleted is left out, and counted. All rows of a call are
+    registered, or none.
     """
     import hslake.plan
     from hslake.progress import Progress
@@ -58,6 +63,7 @@ def plan(
         source,
         split_validation=split_validation,
         tokenizer=tokenizer,
+        again=again,
         dry_run=dry_run,
         progress=Progress,
     )
@@ -88,6 +94,11 @@ def _print(report: "PlanReport") -> None:
         )
     if not report.rows:
         note("note: the files hold no rows")
+    if report.deleted:
+        note(
+            f"note: {report.deleted} samples were deleted from this lake and are left out; --again "
+            "plans them all the same"
+        )
     if report.unused_columns:
         note(f"note: columns not used: {', '.join(report.unused_columns)}")
     if report.unsupervised:

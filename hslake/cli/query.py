@@ -57,7 +57,8 @@ def query(
     format: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.table,
     json: Json = False,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Manifest version to read (default: the newest).")
+        str | None,
+        typer.Option(metavar="N|PIN", help="Version or pin to read (default: the newest)."),
     ] = None,
     output: Annotated[
         Path | None,

@@ -12,7 +12,7 @@ import zstandard
 from numcodecs.blosc import SHUFFLE, Blosc
 
 from hslake.errors import Corrupt, InvalidInput
-from hslake.segment import bf16plane
+from hslake.segment import bf16plane, bloscframe
 from hslake.spec import LakeSpec
 from hslake.zarrmeta import RAW_CODECS
 
@@ -59,15 +59,16 @@ def codec_metadata(spec: LakeSpec) -> list[dict[str, Any]]:
     return [_BYTES, {"name": "blosc", "configuration": blosc}, _CRC]
 
 
-def crc(data: bytes | np.ndarray) -> bytes:
+def crc(data: bytes | memoryview | np.ndarray) -> bytes:
     """Little-endian crc32c of `data`."""
-    return int(google_crc32c.value(data)).to_bytes(CRC_BYTES, "little")  # type: ignore[arg-type]
+    found = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data
+    return int(google_crc32c.value(found)).to_bytes(CRC_BYTES, "little")  # type: ignore[arg-type]
 
 
 def strip_crc(data: bytes | memoryview, where: str) -> memoryview:
     """`data` without its crc32c; raises Corrupt naming `where` when that does not match."""
     body = memoryview(data)[:-CRC_BYTES]
-    if not len(body) or crc(np.frombuffer(body, np.uint8)) != data[-CRC_BYTES:]:
+    if not len(body) or crc(body) != data[-CRC_BYTES:]:
         raise Corrupt(
             f"{where}: its {len(data)} bytes do not match their crc32c: the data is damaged; "
             "`hslake verify --quarantine` hides the sample, `hslake extract` captures it again"
@@ -83,10 +84,16 @@ def _damaged(where: str, found: str, expected: str) -> Corrupt:
 
 
 def encode_chunk(spec: LakeSpec, rows: np.ndarray) -> bytes:
-    """Encode one whole inner chunk [chunk_tokens, hidden] of values or their bits.
+    """Encode one whole inner chunk [chunk_tokens, hidden] of values or their bits, with its crc32c.
 
     Raises InvalidInput for another shape or item size.
     """
+    body = encode_body(spec, rows)
+    return b"".join((body, crc(body)))
+
+
+def encode_body(spec: LakeSpec, rows: np.ndarray) -> bytes | memoryview:
+    """`encode_chunk` without the crc32c. With the codec `none` it is `rows`' own memory."""
     shape = (spec.geometry.chunk_tokens, spec.hidden_size)
     if rows.shape != shape or rows.dtype.itemsize != spec.itemsize:
         raise InvalidInput(
@@ -94,12 +101,14 @@ def encode_chunk(spec: LakeSpec, rows: np.ndarray) -> bytes:
         )
     bits = np.ascontiguousarray(rows).view(f"<u{spec.itemsize}").reshape(-1)
     if spec.codec == "standard":
-        body = bytes(_BLOSC.encode(bits))
-    elif spec.codec == "bf16plane":
-        body = bf16plane.encode(bits)
-    else:
-        body = bits.tobytes()
-    return body + crc(body)
+        if spec.itemsize == bloscframe.TYPESIZE and bits.nbytes >= bloscframe.LEAST:
+            frame = bloscframe.encode(bits, BLOSC_BLOCK)
+            if len(frame) <= bits.nbytes + _BLOSC_HEADER:
+                return frame
+        return bytes(_BLOSC.encode(bits))  # which keeps what does not get shorter as it is
+    if spec.codec == "bf16plane":
+        return bf16plane.encode(bits)
+    return bits.view(np.uint8).data
 
 
 def decode_chunk(
@@ -110,7 +119,13 @@ def decode_chunk(
     `out`, when given, is a C-contiguous array of that shape and item size to decode into.
     Raises Corrupt naming `where` on damage.
     """
-    body = strip_crc(data, where)
+    return decode_body(spec, strip_crc(data, where), where, out)
+
+
+def decode_body(
+    spec: LakeSpec, body: bytes | memoryview, where: str, out: np.ndarray | None = None
+) -> np.ndarray:
+    """`decode_chunk` of what has no crc32c (any more)."""
     count = spec.geometry.chunk_tokens * spec.hidden_size
     if out is None:
         out = np.empty((spec.geometry.chunk_tokens, spec.hidden_size), storage_dtype(spec))

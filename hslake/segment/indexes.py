@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hslake.segment.layout import Grid
-from hslake.segment.shard import parse_index
+from hslake.segment.shard import NAME_BYTES, parse_index
 from hslake.store import Store
 
 
@@ -23,8 +23,9 @@ class IndexCache:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, grid: Grid, path: str, where: str) -> np.ndarray:
-        """The index [stream, chunk, (offset, bytes)] uint64 of the shard at `path`.
+    def get(self, grid: Grid, path: str, where: str, name: bytes | None = None) -> np.ndarray:
+        """The index [stream, chunk, (offset, bytes)] uint64 of the shard at `path`, which must
+        bear `name` (see hslake.segment.shard) if it bears one.
 
         Raises Missing, or Corrupt naming `where`.
         """
@@ -41,8 +42,8 @@ class IndexCache:
         if held is not None:
             return held[0].result()
         try:
-            tail = self._store.read_range(path, suffix=grid.index_bytes)
-            mine.set_result(parse_index(grid, tail, where))
+            tail = self._store.read_range(path, suffix=grid.index_bytes + NAME_BYTES)
+            mine.set_result(parse_index(grid, tail, where, name))
         except BaseException as error:
             with self._lock:
                 if self._held.get(path, (None,))[0] is mine:

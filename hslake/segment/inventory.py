@@ -25,7 +25,7 @@ class Object:
     sha256: str
 
 
-def describe(key: str, pieces: Sequence[bytes]) -> Object:
+def describe(key: str, pieces: Sequence[bytes | memoryview]) -> Object:
     """The inventory entry of the object under `key` that `pieces` make up together."""
     found = hashlib.sha256()
     for piece in pieces:

@@ -4,6 +4,7 @@ Needs only the spec and the sample's place from the manifest. Whatever is missin
 raises Corrupt; zeros never stand in for lost data.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from hslake.segment.layout import (
     segment_prefix,
     token_grid,
 )
-from hslake.segment.shard import ABSENT
+from hslake.segment.shard import ABSENT, name_of
 from hslake.spec import LakeSpec
 from hslake.store import Store
 from hslake.streams import stream_names
@@ -109,16 +110,40 @@ class SegmentReader:
         chunks = range(start // size, -(-stop // size))
         wanted = [(number, base + c) for number in targets for c in chunks]
         scratch: np.ndarray | None = None
-        for (number, chunk), data, where in self._fetch(hidden_grid(spec), segment_id, wanted):
+        grid = hidden_grid(spec)
+        for (number, chunk), data, where in self._fetch(grid, segment_id, wanted):
             at = (chunk - base) * size
             low, high = max(start, at), min(stop, at + size)
-            for target in targets[number]:
-                place = target[low - start : high - start]
-                if high - low == size and place.flags.c_contiguous:
-                    decode_chunk(spec, data, where, place)
-                else:
-                    scratch = decode_chunk(spec, data, where, scratch)
-                    place[:] = scratch[low - at : high - at]
+            with self._named(grid, segment_id, (number, chunk)):
+                for target in targets[number]:
+                    place = target[low - start : high - start]
+                    if high - low == size and place.flags.c_contiguous:
+                        decode_chunk(spec, data, where, place)
+                    else:
+                        scratch = decode_chunk(spec, data, where, scratch)
+                        place[:] = scratch[low - at : high - at]
+
+    def chunks(
+        self, segment_id: str, token_start: int, length: int, run_bytes: int = _RUN_BYTES
+    ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+        """A sample chunk by chunk: (stream number, position in the sample, rows [n, hidden], the
+        padding behind them [m, hidden]), shard by shard and stream by stream.
+
+        Bit patterns (uint16 or uint32), valid until the next chunk is asked for. Holds one chunk
+        and `run_bytes` of encoded ones, however long the sample. Raises as `rows_into`.
+        """
+        spec, grid = self._spec, hidden_grid(self._spec)
+        _, stop = _window(spec, token_start, length, None)
+        size = spec.geometry.chunk_tokens
+        base = token_start // size
+        wanted = [(s, base + c) for s in range(len(spec.streams)) for c in range(-(-stop // size))]
+        scratch: np.ndarray | None = None
+        for (number, chunk), data, where in self._fetch(grid, segment_id, wanted, run_bytes):
+            with self._named(grid, segment_id, (number, chunk)):
+                scratch = decode_chunk(spec, data, where, scratch)
+            at = (chunk - base) * size
+            bits = scratch.view(f"<u{spec.itemsize}")
+            yield number, at, bits[: stop - at], bits[stop - at :]
 
     def tokens(
         self,
@@ -150,13 +175,18 @@ class SegmentReader:
             for (_, chunk), data, where in self._fetch(grid, segment_id, wanted):
                 at = (chunk - base) * size
                 low, high = max(start, at), min(stop, at + size)
-                decoded = decode_tokens(data, dtype, size, where)
+                with self._named(grid, segment_id, (0, chunk)):
+                    decoded = decode_tokens(data, dtype, size, where)
                 values[low - start : high - start] = decoded[low - at : high - at]
             result.append(values)
         return result[0], result[1]
 
     def _fetch(
-        self, grid: Grid, segment_id: str, wanted: Sequence[_Chunk]
+        self,
+        grid: Grid,
+        segment_id: str,
+        wanted: Sequence[_Chunk],
+        run_bytes: int = _RUN_BYTES,
     ) -> Iterator[tuple[_Chunk, memoryview, str]]:
         """The encoded bytes of every wanted chunk with a name for errors, range by range."""
         by_shard: dict[int, list[_Chunk]] = {}
@@ -166,57 +196,80 @@ class SegmentReader:
             path = segment_prefix(segment_id) + grid.key(shard)
             where = f"segment {segment_id}, object {grid.key(shard)}"
             try:
-                index = self._indexes.get(grid, path, where)
-                for run in _runs(_places(grid, index, chunks, where)):
+                with self._named(grid, segment_id, chunks[0], stream=False):
+                    name = name_of(segment_id, grid.key(shard))
+                    index = self._indexes.get(grid, path, where, name)
+                for run in _runs(self._places(grid, segment_id, index, chunks, where), run_bytes):
                     start, end = run[0][0], max(offset + size for offset, size, _ in run)
                     data = self._store.read_range(path, start, end)
                     for offset, size, key in run:
                         part = data[offset - start : offset - start + size]
-                        name = f"{where}, {_chunk_name(grid, key)}"
+                        at = f"{where}, {self._chunk_name(grid, key)}"
                         if len(part) != size:
-                            raise Corrupt(
-                                f"{name}: {len(part)} bytes, expected {size}: the object was cut "
-                                "short; `hslake verify --quarantine` hides the sample"
-                            )
-                        yield key, part, name
+                            with self._named(grid, segment_id, key):
+                                raise Corrupt(
+                                    f"{at}: {len(part)} bytes, expected {size}: the object was "
+                                    "cut short; `hslake verify --quarantine` hides the sample"
+                                )
+                        yield key, part, at
             except Missing:
-                raise Corrupt(
-                    f"{where}: it is missing, and with it {_chunk_name(grid, chunks[0])}; expected "
-                    f"at {self._store.url(path)}: `hslake verify --quarantine` hides its samples"
-                ) from None
+                with self._named(grid, segment_id, chunks[0], stream=False):
+                    raise Corrupt(
+                        f"{where}: it is missing, and with it {self._chunk_name(grid, chunks[0])}; "
+                        f"expected at {self._store.url(path)}: `hslake verify --quarantine` hides "
+                        "its samples"
+                    ) from None
+
+    def _places(
+        self,
+        grid: Grid,
+        segment_id: str,
+        index: np.ndarray,
+        chunks: Sequence[_Chunk],
+        where: str,
+    ) -> list[tuple[int, int, _Chunk]]:
+        """(offset, bytes, chunk) of each chunk by offset; raises Corrupt for one that is absent."""
+        places = []
+        for stream, chunk in chunks:
+            offset, size = index[stream, chunk % grid.chunks]
+            if offset == ABSENT:
+                with self._named(grid, segment_id, (stream, chunk)):
+                    raise Corrupt(
+                        f"{where}: {self._chunk_name(grid, (stream, chunk))} is absent from the "
+                        "index; the manifest says it holds a sample: `hslake verify --quarantine` "
+                        "hides it"
+                    )
+            places.append((int(offset), int(size), (stream, chunk)))
+        return sorted(places)
+
+    def _chunk_name(self, grid: Grid, key: _Chunk) -> str:
+        stream, chunk = key
+        at = chunk * grid.chunk
+        tokens = f"chunk {chunk} (tokens {at} to {at + grid.chunk})"
+        return f"stream {self._spec.streams[stream]}, {tokens}" if grid.streams else tokens
+
+    @contextlib.contextmanager
+    def _named(
+        self, grid: Grid, segment_id: str, key: _Chunk, stream: bool = True
+    ) -> Iterator[None]:
+        """Put the place into a Corrupt that comes from within, for whoever counts damage."""
+        try:
+            yield
+        except Corrupt as error:
+            error.segment_id, error.object = segment_id, grid.key(key[1] // grid.chunks)
+            error.stream = self._spec.streams[key[0]] if stream and grid.streams else ""
+            raise
 
 
-def _places(
-    grid: Grid, index: np.ndarray, chunks: Sequence[_Chunk], where: str
-) -> list[tuple[int, int, _Chunk]]:
-    """(offset, bytes, chunk) of each chunk by offset; raises Corrupt for one that is not there."""
-    places = []
-    for stream, chunk in chunks:
-        offset, size = index[stream, chunk % grid.chunks]
-        if offset == ABSENT:
-            raise Corrupt(
-                f"{where}: {_chunk_name(grid, (stream, chunk))} is absent from the index; the "
-                "manifest says it holds a sample: `hslake verify --quarantine` hides it"
-            )
-        places.append((int(offset), int(size), (stream, chunk)))
-    return sorted(places)
-
-
-def _chunk_name(grid: Grid, key: _Chunk) -> str:
-    stream, chunk = key
-    at = chunk * grid.chunk
-    tokens = f"chunk {chunk} (tokens {at} to {at + grid.chunk})"
-    return f"stream number {stream}, {tokens}" if grid.streams else tokens
-
-
-def _runs(places: list[tuple[int, int, _Chunk]]) -> Iterator[list[tuple[int, int, _Chunk]]]:
+def _runs(
+    places: list[tuple[int, int, _Chunk]], run_bytes: int
+) -> Iterator[list[tuple[int, int, _Chunk]]]:
     """Split places sorted by offset into ranges: one request each."""
     run: list[tuple[int, int, _Chunk]] = []
     for place in places:
         offset, size, _ = place
         if run and (
-            offset - (run[-1][0] + run[-1][1]) > _GAP_BYTES
-            or offset + size - run[0][0] > _RUN_BYTES
+            offset - (run[-1][0] + run[-1][1]) > _GAP_BYTES or offset + size - run[0][0] > run_bytes
         ):
             yield run
             run = []

@@ -39,10 +39,18 @@ def remove_remains(root: Path) -> None:
     """Remove what kills left out of sight under a staging root: folders half removed, those of
     writers that died before their birth, and those of dead servers' runs."""
     remove_dead_runs(root)
-    for path in root.glob(".*"):
+    for path in remains(root):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remains(root: Path) -> list[Path]:
+    """Folders of writers that are half removed, or died before their birth."""
+    found = []
+    for path in sorted(root.glob(".*")):
         if path.suffix not in (".new", ".gone") or not is_writer_name(path.stem[1:]):
             continue  # somebody else's
         with contextlib.suppress(OSError):  # born meanwhile, or another user's
             old = time.time() - path.stat().st_mtime > _BIRTH_S
             if path.suffix == ".gone" or (old and not is_locked(path / LOCK)):
-                shutil.rmtree(path, ignore_errors=True)
+                found.append(path)
+    return found

@@ -4,6 +4,7 @@ A part's chunk files are mapped and written in place. `part-<n>` names are never
 renames the folder, so the pages stay allocated while everything that described them is new.
 """
 
+import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class Part:
             # When staging is full its parts must still get out: room for that is taken now.
             with (path / _UNSEALED).open("wb") as f:
                 allocate(f.fileno(), _SEAL_BYTES)
-            group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": attributes}}
+            told = {**attributes, "digest": attributes_digest(attributes)}
+            group = {"zarr_format": 3, "node_type": "group", "attributes": {"hslake": told}}
             (path / METADATA).write_text(json.dumps(group))
             (path / _UNBORN).rename(path / JOURNAL)
         except BaseException:
@@ -189,6 +191,14 @@ class Part:
     def close(self) -> None:
         """End the part and its memory."""
         self.let_go().close()
+
+
+def attributes_digest(attributes: dict[str, Any]) -> str:
+    """SHA-256 (hex) over a part's attributes but `digest`, as JSON with sorted keys: a flipped bit
+    in them may still be valid JSON, and would be committed as how the samples were captured."""
+    told = {k: v for k, v in attributes.items() if k != "digest"}
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def lost_journal(path: Path) -> bool:

@@ -14,7 +14,7 @@ from hslake.schemas import validate
 from hslake.staging.folder import LOCK, is_writer_name
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
-from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved
+from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, attributes_digest
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ def part_attributes(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Corrupt(f"{where} is no staging part's metadata ({type(e).__name__}: {e})") from None
     validate(found, "part", str(where))
+    if found.get("digest", "") not in ("", attributes_digest(found)):  # writers of before have none
+        raise Corrupt(
+            f"{where}: its digest is {found['digest']}, its attributes give "
+            f"{attributes_digest(found)}: the file was changed"
+        )
     return found
 
 

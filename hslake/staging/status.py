@@ -6,6 +6,7 @@ knows, so it may be behind the events file and is never ahead of it.
 """
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -198,3 +199,14 @@ def document(writers: list[dict[str, Any]]) -> dict[str, Any]:
         "hook_version": known[0]["engine"].get("hook_version") if known else None,
         "writers": writers,
     }
+
+
+def parse_since(text: str | None) -> dict[str, int]:
+    """`a:5,b:7` -> {"a": 5, "b": 7}. Raises InvalidInput."""
+    cursors: dict[str, int] = {}
+    for item in filter(None, (text or "").split(",")):
+        writer, _, cursor = item.rpartition(":")
+        if not writer or not re.fullmatch(r"[0-9]{1,18}", cursor):
+            raise InvalidInput(f"since={text!r}: expected <writer>:<cursor>,<writer>:<cursor>")
+        cursors[writer] = int(cursor)
+    return cursors

@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from hslake import query
-from hslake.errors import InvalidInput
+from hslake.absence import why_gone
+from hslake.errors import Corrupt, InvalidInput
 from hslake.lake import Lake, open_lake
 from hslake.segment.read import SegmentReader
 from hslake.streams import FINAL, stream_names
@@ -141,7 +142,10 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         item["loss_mask"] = torch.empty(1, length, dtype=torch.int64)
         for name, width in shape.wide.items():
             item[name] = huge((1, length, width), shape.dtype)
-        self.read_into(index, item, (0, slice(0, length)))
+        try:
+            self.read_into(index, item, (0, slice(0, length)))
+        except Corrupt as error:
+            raise error.of(item["sample_id"]) from error
         return {k: v[0] if isinstance(v, torch.Tensor) else v for k, v in item.items()}
 
     def read_into(self, index: int, batch: Batch, slot: Slot) -> None:
@@ -161,8 +165,11 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             out += np.split(wide, wide.shape[1] // self.spec.hidden_size, axis=1)
         if FINAL in self.streams:
             out.append(bits(batch["target"])[slot])
-        self._reader.rows_into(out, *where, self.streams)
-        ids, mask = self._reader.tokens(*where, row["segment_tokens"])
+        try:
+            self._reader.rows_into(out, *where, self.streams)
+            ids, mask = self._reader.tokens(*where, row["segment_tokens"])
+        except Corrupt as error:  # a segment that was removed is not damaged
+            raise why_gone(self._store, self.version, row["segment_id"]) or error from error
         batch["input_ids"].numpy()[slot] = ids
         batch["loss_mask"].numpy()[slot] = mask
 

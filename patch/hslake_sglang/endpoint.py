@@ -4,13 +4,12 @@ routes: with --api-key, only with the key."""
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from hslake.errors import HslakeError, InvalidInput
 from hslake.staging import StatusReader
-from hslake.staging.status import document
+from hslake.staging.status import document, parse_since
 from hslake_sglang import metrics, report, settings, versions
 from hslake_sglang.report import Told
 
@@ -122,14 +121,3 @@ def answer(
         errors.append("no hook has armed in this server; see its log")
     armed = not errors and all(w["armed"] for w in writers)
     return {**document(writers), "armed": armed, "error": "; ".join(errors) or None}
-
-
-def parse_since(text: str | None) -> dict[str, int]:
-    """`a:5,b:7` -> {"a": 5, "b": 7}. Raises InvalidInput."""
-    cursors: dict[str, int] = {}
-    for item in filter(None, (text or "").split(",")):
-        writer, _, cursor = item.rpartition(":")
-        if not writer or not re.fullmatch(r"[0-9]{1,18}", cursor):
-            raise InvalidInput(f"since={text!r}: expected <writer>:<cursor>,<writer>:<cursor>")
-        cursors[writer] = int(cursor)
-    return cursors

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from hslake import catalog, picks, verify, versions
+from hslake import catalog, deltalog, picks, tablefile
 from hslake.segment import layout
 from hslake.store import Store
+from hslake.verify import quarantine
+from hslake.versions import vacuuming
 
 _PATIENCE_S = 120.0  # for one step
 _local = threading.local()
@@ -125,14 +127,14 @@ def instruments() -> Iterator[None]:
         return nanoseconds() + int(_skew() * 1e9)
 
     with ExitStack() as stack:
-        for name in ("put", "delete", "size", "list", "delete_empty", "leftovers"):
+        for name in ("put", "confirm", "delete", "size", "list", "delete_empty", "leftovers"):
             real = getattr(Store, name)
             stack.enter_context(patch.object(Store, name, _stopping(real, name)))
-        for name in ("open_table", "_sync"):
-            real = getattr(catalog, name)
-            stack.enter_context(patch.object(catalog, name, _stopping(real, name)))
+        for module, name in ((catalog, "open_table"), (deltalog, "sync_base"), (deltalog, "sync")):
+            real = getattr(module, name)
+            stack.enter_context(patch.object(module, name, _stopping(real, name)))
         stack.enter_context(patch.object(catalog, "_append", faulty_append))
-        for module in (catalog, picks, verify, versions):
+        for module in (tablefile, picks, quarantine, vacuuming):
             stack.enter_context(patch.object(module, "datetime", Clock))
         stack.enter_context(patch.object(layout, "time", SimpleNamespace(time_ns=time_ns)))
         # Waiting for luck is what the test itself decides about.

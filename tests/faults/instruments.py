@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hslake import catalog, compact, plan, verify, versions
-from hslake.segment import write as segment_write
+from hslake import catalog, plan, verify, versions
+from hslake.compact import line, sources
+from hslake.segment import chunks
 from hslake.staging import frames, part, parts, writer
-from hslake.store import Store
+from hslake.store import Store, Written
 from tests.faults import hook
 from tests.faults.steps import Steps
 from tests.faults.syscalls import die_at
@@ -45,14 +46,15 @@ def _phases(steps: Steps) -> None:
         (parts.Parts, "make", "make"),
         (part.Part, "seal", "seal"),
         (parts.Parts, "recycle", "recycle"),
-        (compact, "take", "take"),
-        (compact, "_sources", "take"),
-        (compact, "remove_remains", "remove"),
-        (compact, "remove_writer", "remove"),
-        (compact, "_free", "free"),
-        (compact, "write_segment", "upload"),
+        (sources, "take", "take"),
+        (sources.Sources, "_look_into", "take"),
+        (sources.Sources, "hold", "take"),
+        (sources, "remove_remains", "remove"),
+        (sources, "remove_writer", "remove"),
+        (sources.Sources, "free", "free"),
+        (line, "fill", "upload"),
+        (line, "finish", "upload"),
         (versions, "vacuum", "vacuum"),
-        (versions, "_remove_orphans", "vacuum"),
         (verify, "hide", "hide"),
         (hook.Hook, "forward", "write"),
         (plan, "plan_files", "plan"),
@@ -128,25 +130,32 @@ class _Pieces(Sequence[bytes]):
 
 
 def _uploads(steps: Steps) -> None:
-    put, encode = Store.put, segment_write.encode_chunk
+    put, delete, encode = Store.put, Store.delete, chunks.encode_body
 
-    def noted_put(self: Store, path: str, data: Any) -> None:
+    def noted_put(self: Store, path: str, data: Any) -> Written:
         whole = (
             [data[: len(data) // 2], data[len(data) // 2 :]] if isinstance(data, bytes) else data
         )
         what = steps.name_of(f"{self.root}/{path}") or path
         in_pool = "upload" if path.startswith("segments/") else ""
         with steps.during(steps.phase or in_pool):
-            put(self, path, _Pieces(steps, what, whole))
+            written = put(self, path, _Pieces(steps, what, whole))
             steps.step(f"stored {what}")
+            return written
 
     def noted_encode(*args: Any) -> bytes:
         with steps.during("encode"):
             steps.step("chunk")
             return encode(*args)
 
+    def noted_delete(self: Store, path: str) -> None:
+        # Of a segment that is condemned, or given up: in a pool's thread, which has no phase.
+        with steps.during(steps.phase or ("vacuum" if path.startswith("segments/") else "")):
+            delete(self, path)
+
+    Store.delete = noted_delete  # type: ignore[method-assign]
     Store.put = noted_put  # type: ignore[method-assign]
-    segment_write.encode_chunk = noted_encode
+    chunks.encode_body = noted_encode
 
 
 def _appends(steps: Steps, lost_answers: bool, native: tuple[str, int] | None) -> None:

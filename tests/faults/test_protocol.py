@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hslake import compact, plan, versions
+from hslake import plan, versions
 from hslake.compactreport import CompactReport
 from hslake.errors import InvalidInput
 from hslake.lake import open_lake
 from hslake.verify import hide
 from tests.faults import protocol
 from tests.faults.actors import Actor, instruments
+from tests.faults.publish import publish
 from tests.faults.world import World, copy_world, judge_samples, make_world, write_plan
 
 
@@ -29,7 +30,7 @@ def _other(name: str, world: World) -> None:
     lake = open_lake(world.url)
     if name == "compactor":
         batch = list(protocol.captured(world)[1].values())
-        compact._publish(lake, batch, CompactReport(), None)
+        publish(lake, batch, CompactReport())
     elif name == "vacuum":
         versions.vacuum(world.url, retain=timedelta(0))
     else:
@@ -49,10 +50,10 @@ def test_another_at_every_step_of_a_compactor(tmp_path, template, other, fault):
         lake = open_lake(world.url)
         if other == "quarantine":  # it needs somebody's commit
             one = world.names[0]
-            compact._publish(lake, [second[one]], CompactReport(), None)
+            publish(lake, [second[one]], CompactReport())
         report = CompactReport()
         with instruments():
-            actor = Actor(lambda: compact._publish(lake, list(first.values()), report, None))  # noqa: B023
+            actor = Actor(lambda: publish(lake, list(first.values()), report))  # noqa: B023
             actor.fault = fault
             for _ in range(steps):
                 actor.step()
@@ -68,7 +69,7 @@ def test_another_at_every_step_of_a_compactor(tmp_path, template, other, fault):
         assert sorted({*live, *gone}) == world.names and len(live) == len(set(live))
         assert judge_samples(world) == []
         steps += 1
-    assert steps > 10
+    assert steps > 7  # others are of threads that store
 
 
 def test_a_commit_at_every_step_of_a_vacuum(tmp_path, template):
@@ -78,7 +79,7 @@ def test_a_commit_at_every_step_of_a_vacuum(tmp_path, template):
         lake = open_lake(world.url)
         batch = list(protocol.captured(world)[0].values())
         with instruments():
-            slow = Actor(lambda: compact._publish(lake, batch, CompactReport(), None))  # noqa: B023
+            slow = Actor(lambda: publish(lake, batch, CompactReport()))  # noqa: B023
             while slow.at != "append":  # its segment is there, and nobody names it yet
                 slow.step()
             url = world.url
