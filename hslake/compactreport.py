@@ -16,7 +16,8 @@ class CompactReport:
     another process compacted at the last look; nothing here counts what they hold. `troubles`: what
     could not be done now and may mend by itself; nothing is lost by it, the samples are in staging.
     `tries`: how often something went wrong so far, `last_error` the newest of it. `backlog_*`: what
-    was complete in staging and not in the lake, at the last look. `stopped`: ended by `stop`, so
+    was complete in staging and not in the lake, at the last look. `tokens_per_s`: committed over
+    the last two minutes, at the last commit. `stopped`: ended by `stop`, so
     what was not committed is still in staging.
     """
 
@@ -35,6 +36,7 @@ class CompactReport:
     backlog_samples: int = 0
     backlog_rows: int = 0
     committed_at: float | None = None
+    tokens_per_s: float = 0.0
     looks: int = 0
     tries: int = 0
     last_error: str | None = None

@@ -23,9 +23,9 @@ COMBINATIONS = [
 ]
 
 
-def spec_of(dtype: str, codec: str) -> LakeSpec:
+def spec_of(dtype: str, codec: str, hidden: int = HIDDEN) -> LakeSpec:
     """Three streams, chunks of 256, shards of 512, segments of 1024 tokens."""
-    model = ModelInfo("m", "LlamaForCausalLM", 8, HIDDEN, 100, {"config": None, "weights": None})
+    model = ModelInfo("m", "LlamaForCausalLM", 8, hidden, 100, {"config": None, "weights": None})
     spec = make_spec(model, ("0", "4", "final"), dtype=dtype, codec=codec)
     return dataclasses.replace(spec, geometry=Geometry(256, 512, 1024))
 

@@ -103,9 +103,11 @@ def compact(
     import hslake.compact
 
     _open_files()
+    from hslake.compact.memory import keep_memory
     from hslake.compactreport import CompactReport
     from hslake.progress import NoteLines, Progress
 
+    keep_memory()
     found = CompactReport()
     # Without a terminal a watching one tells its commits; "0 tokens/s" for days helps nobody.
     lines = watch and not sys.stderr.isatty()

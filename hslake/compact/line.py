@@ -27,6 +27,7 @@ log = logging.getLogger("hslake.compact")
 
 _TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.2  # between two looks whether it is over
+_RATE_S = 120.0  # over which the rate is taken
 _BEHIND = 2  # segments that are being stored and committed, or wait for it
 
 
@@ -36,7 +37,7 @@ class Line:
 
     def __init__(
         self,
-        workers: Workers,
+        threads: Workers,
         report: CompactReport,
         bad: dict[Key, Doubt],
         settle: Callable[[list[Key]], None],
@@ -44,13 +45,14 @@ class Line:
         progress: Bar | None,
         paranoid: bool = False,
     ) -> None:
-        self._workers, self._report, self._bad = workers, report, bad
+        self._workers, self._report, self._bad = threads, report, bad
         self._settle, self._over, self._progress = settle, over, progress
         self._paranoid = paranoid
         self._committer = ThreadPoolExecutor(1, "commit")
         self._behind: deque[tuple[Future[None], Filled | None]] = deque()
         self._lock = threading.Lock()
         self._under_way: dict[Key, str] = {}
+        self._rate = _Rate()
 
     def under_way(self) -> dict[Key, str]:
         """Samples that were put and are not settled yet, with their ids."""
@@ -186,13 +188,31 @@ class Line:
         return [p for p in batch if p.row.sample_id not in deleted]
 
     def _tell(self, added: list[Pick]) -> None:
+        report, tokens = self._report, sum(p.row.length for p in added)
+        report.tokens_per_s = self._rate.add(tokens)
         if self._progress is not None:
-            tokens = sum(p.row.length for p in added)
             self._progress.advance(tokens)
             self._progress.note(
-                f"committed {len(added):,} samples, {tokens:,} tokens, version "
-                f"{self._report.version}"
+                f"committed {len(added):,} samples, {tokens:,} tokens, version {report.version}; "
+                f"{report.tokens_per_s:,.0f} tokens/s, backlog {report.backlog_samples:,} samples, "
+                f"{report.backlog_rows:,} tokens"
             )
+
+
+class _Rate:
+    """Tokens a second of late."""
+
+    def __init__(self) -> None:
+        self._commits: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+
+    def add(self, tokens: int) -> float:
+        """The rate over the last minutes, this commit included."""
+        now = time.monotonic()
+        self._commits.append((now, tokens))
+        while len(self._commits) > 2 and self._commits[1][0] < now - _RATE_S:
+            self._commits.popleft()
+        since = self._commits[0][0]  # the end of what came before those that count
+        return sum(n for _, n in list(self._commits)[1:]) / max(now - since, 1e-3)
 
 
 def _finish(filled: Filled, paranoid: bool) -> SegmentInfo:

@@ -151,12 +151,15 @@ class _Run:
             self._sources.bury()
             return any(s.final and not s.judged for s in self._sources.readable())
         try:
-            if not self._troubles.rests(_LAKE) and self._step():
+            looked = not self._troubles.rests(_LAKE)
+            if looked and self._step():
                 return True
             if self._line.busy:
                 self._pause(_LOOK_S)
                 return True
             self._drained()
+            if looked:
+                self._troubles.mended(_LAKE)
         except Stopped:
             raise
         except _Failed as failed:
@@ -177,8 +180,6 @@ class _Run:
             raise
         except Exception as error:
             raise _Failed from error
-        if not self._troubles.rests(_LAKE):
-            self._troubles.mended(_LAKE)
         self._sources.bury()
         self._sources.release()
 
@@ -228,8 +229,8 @@ class _Run:
         if self._progress is not None and not self._options.watch:
             self._progress.resize(sum(p.row.length for p in picks) + report.tokens)
         found = list(batches(picks, limit))
-        if what is Due.FULL:
-            found = found[:-1]
+        if what is Due.FULL and found and sum(p.row.length for p in found[-1]) < limit:
+            found.pop()
         for batch in found if what is not Due.NOTHING else ():
             if self._stopping():
                 self._line.drain()

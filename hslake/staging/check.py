@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hslake.errors import Corrupt, InvalidInput
+from hslake.errors import Corrupt, InvalidInput, Unavailable
 from hslake.spec import LakeSpec, check_fingerprint
 from hslake.staging.part import DONE
 from hslake.staging.reader import part_attributes, scan
@@ -39,7 +39,7 @@ def check_roots(roots: Iterable[str | Path], spec: LakeSpec) -> None:
                     continue
                 try:
                     attributes = part_attributes(path)
-                except Corrupt:
+                except (Corrupt, Unavailable):
                     continue  # recycled meanwhile, or damaged: the compactor reports that
                 check_part(path, attributes, spec)
 

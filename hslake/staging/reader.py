@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from hslake.errors import Corrupt, InvalidInput, Missing
+from hslake.errors import Corrupt, InvalidInput, Missing, Unavailable
 from hslake.schemas import validate
 from hslake.staging.folder import LOCK, is_writer_name
 from hslake.staging.frames import read_frames
 from hslake.staging.locks import is_locked
 from hslake.staging.part import DONE, JOURNAL, SEALED, PartInfo, Reserved, attributes_digest
+
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,14 @@ def read_writer(path: Path) -> WriterDir:
 
 
 def part_attributes(path: Path) -> dict[str, Any]:
-    """The part's `hslake` attribute. Raises Corrupt or InvalidInput naming the file."""
+    """The part's `hslake` attribute. Raises Corrupt or InvalidInput naming the file, Unavailable
+    when the machine cannot read it now."""
     where = path / "zarr.json"
     try:
         found = json.loads(where.read_text("utf-8"))["attributes"]["hslake"]
     except (OSError, ValueError, KeyError, TypeError) as e:
+        if isinstance(e, OSError) and not isinstance(e, _GONE):
+            raise Unavailable(f"{where} cannot be read now: {e}") from e
         raise Corrupt(f"{where} is no staging part's metadata ({type(e).__name__}: {e})") from None
     validate(found, "part", str(where))
     if found.get("digest", "") not in ("", attributes_digest(found)):  # writers of before have none

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hslake.errors import Corrupt, InvalidInput
+from hslake.errors import Corrupt, InvalidInput, Unavailable
 from hslake.schemas import parse_json, validate
 from hslake.staging.drops import OTHER
 from hslake.staging.folder import EVENTS, STATUS
@@ -123,6 +123,8 @@ def _is_over(path: Path, *, dead: bool) -> bool:
             part_attributes(path)
         except (Corrupt, InvalidInput):  # the compactor leaves it alone
             return True
+        except Unavailable:
+            return False
     return False
 
 
@@ -164,7 +166,7 @@ def _summary(found: WriterDir) -> dict[str, Any]:
 def _lake_of(found: WriterDir) -> str | None:
     """The lake that a writer's parts name; None when none does."""
     for path in found.parts:
-        with contextlib.suppress(Corrupt, InvalidInput):
+        with contextlib.suppress(Corrupt, InvalidInput, Unavailable):
             return str(part_attributes(path)["lake_id"])
     return None
 

@@ -173,3 +173,60 @@ def test_watch_ends_on_a_signal(made: MadeLake, sign: signal.Signals, busy: bool
         assert made.lake.sql("select count(*) from samples").fetchall() == [(62,)]
     assert list(made.staging.iterdir()) == [writer.folder]
     writer.close()
+
+
+def test_the_second_signal_ends_at_once_and_leaves_no_lock(made: MadeLake, tmp_path: Path) -> None:
+    # The store hangs: what it was asked for never comes back.
+    code = """
+import threading
+from hslake.store import Store
+whole = Store.put
+def put(store, path, data):
+    if path.startswith("segments/"):
+        print("hangs", flush=True)
+        threading.Event().wait()
+    whole(store, path, data)
+Store.put = put
+from hslake.cli import main
+main()
+"""
+    made.stage(made.plan([200]))
+    path = os.pathsep.join([str(REPO), str(REPO / "patch")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "compact", made.url, "--staging", str(made.staging)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr and "again ends at once" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped at once" in err
+    again = call("compact", made.url, "--staging", made.staging)
+    assert again.exit_code == 0, again.output
+    assert made.lake.sql("select count(*) from samples").fetchall() == [(3,)]
+
+
+def test_once_stopped_by_a_signal_it_is_130(made: MadeLake) -> None:
+    made.stage(made.plan([200] * 60))
+    path = os.pathsep.join([str(REPO), str(REPO / "patch")])
+    args = ["compact", made.url, "--staging", str(made.staging), "--segment-tokens", "200"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from hslake.cli import main; main()", *args],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    before = made.lake.version
+    deadline = time.monotonic() + 60
+    while made.lake.version == before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped: what was committed is safe" in err, err
+    assert call("compact", made.url, "--staging", made.staging).exit_code == 0
+    assert made.lake.sql("select count(*) from samples").fetchall() == [(62,)]

@@ -20,6 +20,8 @@ from tests.segments import COMBINATIONS, make_segment, spec_of
 LENGTHS = [300, 700, 5]
 # Only hslake has this codec: it needs no reader without hslake.
 STANDARD = [c for c in COMBINATIONS if c[1] != "bf16plane"]
+# Chunks of several Blosc blocks, the last one shorter than the others; and of less than one.
+WIDE = {("bfloat16", "5000 wide"): 5000, ("float16", "2048 wide"): 2048, ("bfloat16", "1 wide"): 1}
 
 _HEAD = """
 import hashlib, json, sys
@@ -114,9 +116,11 @@ def digest(a: np.ndarray) -> str:
 def segments(tmp_path_factory: pytest.TempPathFactory) -> Segments:
     """(dtype, codec) -> (folder, places of the samples, digests of what went in)."""
     found: Segments = {}
-    for dtype, codec in COMBINATIONS:
-        root = tmp_path_factory.mktemp(f"{dtype}-{codec}")
-        _, info, samples = make_segment(root, spec_of(dtype, codec), LENGTHS)
+    for dtype, codec in [*COMBINATIONS, *WIDE]:
+        root = tmp_path_factory.mktemp("segment")
+        wide = WIDE.get((dtype, codec))
+        spec = spec_of(dtype, "standard", wide) if wide else spec_of(dtype, codec)
+        _, info, samples = make_segment(root, spec, LENGTHS)
         places = [(start, n) for (_, start), n in zip(info.placements, LENGTHS, strict=True)]
         truth = {
             "hidden_states": [digest(np.stack(s.hidden)) for s in samples],
@@ -164,7 +168,7 @@ def compare(found: dict[tuple[str, str], dict[str, list[str]]], segments: Segmen
 
 def test_zarr_opens_it_with_hslake_installed(segments: Segments) -> None:
     script = _ZARR + "assert not any(m.startswith('hslake') for m in sys.modules)\n"
-    compare(read_all(script, segments, COMBINATIONS), segments)
+    compare(read_all(script, segments, [*COMBINATIONS, *WIDE]), segments)
 
 
 def test_zarr_does_not_know_bfloat16_without_hslake(segments: Segments, bare: Path) -> None:
@@ -176,4 +180,4 @@ def test_zarr_does_not_know_bfloat16_without_hslake(segments: Segments, bare: Pa
 @pytest.mark.parametrize(("package", "script"), [("tensorstore", _TENSORSTORE), ("zarrs", _ZARRS)])
 def test_reads_without_hslake(segments: Segments, bare: Path, package: str, script: str) -> None:
     assert importlib.util.find_spec(package), f"{package} is in the extra `dev`"
-    compare(read_all(script, segments, STANDARD, bare), segments)
+    compare(read_all(script, segments, [*STANDARD, *WIDE], bare), segments)
