@@ -15,6 +15,8 @@ from tests.faults.actors import Actor, instruments
 from tests.faults.publish import publish
 from tests.faults.world import World, copy_world, judge_samples, make_world, write_plan
 
+_FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
+
 
 _FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
 
