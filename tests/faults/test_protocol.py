@@ -18,6 +18,9 @@ from tests.faults.world import World, copy_world, judge_samples, make_world, wri
 _FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
 
 
+_FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
+
+
 def test_random_courses_keep_the_models_promises():
     protocol.check(8, start=4)
 
