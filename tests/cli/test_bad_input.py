@@ -344,7 +344,7 @@ def test_unknown_versions(made: MadeLake) -> None:
     assert snapshot(made.url).items() - before.items() == {
         (p, b) for p, b in snapshot(made.url).items() if p.endswith("pins/a.json")
     }
-    for version in (-1, "1", 1.0, True):
+    for version in (-1, "1.5 ", 1.0, True):
         with pytest.raises(InvalidInput, match="version: found"):
             hslake.open(made.url, version)  # type: ignore[arg-type]
     with pytest.raises(Missing, match="no version 99: it has 0 to 1"):
