@@ -34,6 +34,7 @@ _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _READERS = 8
 _ROLLED_UP = ("manifest",)  # the plan grows by few commits and large files
+_ROLL_UPS = 16  # at most by one commit: a lake that has none yet must not stop it for minutes
 _MANY_CHANGES = 64  # files with hides: more of them are quicker read as roll-ups
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
@@ -396,23 +397,23 @@ def commit(
         with store.errors(name):
             deltalog.sync(store, name, version)
         if version % rollup.FACTOR == 0 and name in _ROLLED_UP:
-            _roll_up(open_table(store, name, version))
+            _roll_up(store, name, version)
         return version
 
 
-def _roll_up(state: TableState) -> None:
+def _roll_up(store: Store, name: str, version: int) -> None:
     """Make the roll-ups that are lacking. They only save time, so whatever fails, the commit that
     was made stands."""
-    schema, base = arrow_schema(state.name), state.store.url(state.name)
-    folder = f"{state.name}/{rollup.FOLDER}"
-    with contextlib.suppress(HslakeError, OSError):
-        have = {p.removeprefix(f"{state.name}/") for p in state.store.list(folder)}
-        names = [u.rpartition("/")[2] for u in state.files()]
-        for block in rollup.wanted(names, state.version, have):
+    schema, base = arrow_schema(name), store.url(name)
+    with contextlib.suppress(HslakeError, OSError, pa.ArrowException):
+        state = open_table(store, name, version)
+        have = {p.removeprefix(f"{name}/") for p in store.list(f"{name}/{rollup.FOLDER}")}
+        parts = [u.rpartition("/")[2] for u in state.files()]
+        for block in rollup.wanted(parts, version, have)[:_ROLL_UPS]:
             smaller = rollup.cover(block.parts, block.last, have)
             files = [f if isinstance(f, rollup.Block) else f"{base}/{f}" for f in smaller]
             body = tablefile.encode(state.read(files, schema))
-            state.store.put(f"{state.name}/{block.name}", body)
+            store.put(f"{name}/{block.name}", body)
             have.add(block.name)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hslake import catalog, manifest
 from hslake.errors import Corrupt, InvalidInput
+from hslake.ids import PROBE_PREFIX
 from hslake.spec import read_spec
 from hslake.staging.folder import COMPACT_LOCK, LOCK, remains, remove_writer
 from hslake.staging.locks import Lock, try_lock
@@ -162,7 +163,8 @@ def _describe(writer: WriterDir, committed: _Committed | None, state: str) -> Fo
         lake = lake_id = str(part.attributes["lake_id"])
         known = committed.attempts if committed and committed.lake_id == lake_id else frozenset()
         for row in part.reserved:
-            if row.state == "complete" and row.attempt not in known:
+            probe = row.sample_id.startswith(PROBE_PREFIX)  # preflight's, which nobody keeps
+            if row.state == "complete" and not probe and row.attempt not in known:
                 samples, tokens = samples + 1, tokens + row.length
     size, age = _bytes(writer.path), _age(writer.path)
     lake = lake or _any_lake(writer)

@@ -99,7 +99,7 @@ class Span:
     """In which versions a segment is needed: from `first` to before `end` (None: to the newest).
 
     `first` is None when no row added it. `ended_at`: when version `end` was made. `bytes` are those
-    of all its objects, `samples` those that were added.
+    of all its objects, `raw_bytes` those of its states before the codec.
     """
 
     segment_id: str
@@ -108,7 +108,7 @@ class Span:
     ended_at: datetime | None
     condemned: bool
     bytes: int
-    samples: int
+    raw_bytes: int
 
     def shows(self, version: int) -> bool:
         """Whether the samples of `version` are in it."""
@@ -120,20 +120,20 @@ class Span:
 def spans(state: TableState) -> dict[str, Span]:
     """The segments that rows name, by id."""
     columns = ["op", "sample_id", "segment_id", "commit_version", "committed_at"]
-    table = state.arrow([*columns, "segment_stored_bytes"])
+    table = state.arrow([*columns, "segment_stored_bytes", "segment_raw_bytes"])
     at: dict[int, datetime] = {}
     adds: dict[str, dict[str, int]] = {}
     hides: dict[str, dict[str, int]] = {}
     condemned: set[str] = set()
-    size: dict[str, int] = {}
+    size: dict[str, tuple[int, int]] = {}
     values = (table[c].to_pylist() for c in table.column_names)
-    for op, sample, segment, version, committed_at, stored in zip(*values, strict=True):
+    for op, sample, segment, version, committed_at, stored, raw in zip(*values, strict=True):
         at[version] = max(at.get(version, committed_at), committed_at)
         if segment is None:
             continue
         if op == "add":
             adds.setdefault(segment, {})[sample] = version
-            size[segment] = stored or 0
+            size[segment] = stored or 0, raw or 0
         elif op == "hide":
             ends = hides.setdefault(segment, {})
             ends[sample] = min(version, ends.get(sample, version))
@@ -150,8 +150,7 @@ def spans(state: TableState) -> dict[str, Span]:
             end,
             times.get(end) if end is not None else None,
             segment in condemned,
-            size.get(segment, 0),
-            len(added),
+            *size.get(segment, (0, 0)),
         )
     return found
 

@@ -10,6 +10,7 @@ from hslake.spec import LakeSpec
 from hslake.staging.check import check_part
 from hslake.staging.folder import COMPACT_LOCK, LOCK, STATUS
 from hslake.staging.locks import Lock, is_locked, try_lock
+from hslake.staging.part import JOURNAL, READ_LOCK
 from hslake.staging.reader import WriterDir, part_attributes, read_writer
 
 
@@ -89,4 +90,16 @@ def _tell_unlockable(folder: Path, lock: str, report: CompactReport) -> None:
             report.damage,
             f"{folder / lock} is gone, so nobody can tell whether this writer lives: left alone. "
             f"If its server has ended, `touch {folder / lock}` lets compact take what it holds",
+        )
+
+
+def tell_lockless(part: Path, report: CompactReport) -> None:
+    """Tell of a part whose lock is gone: it would wait for ever, unseen. One that is being recycled
+    has lost its journal before."""
+    lock = part / READ_LOCK
+    if not lock.exists() and (part / JOURNAL).exists():
+        tell(
+            report.damage,
+            f"{lock} is gone, so the part cannot be read beside its writer: left alone. "
+            f"`touch {lock}` lets compact take what it holds",
         )

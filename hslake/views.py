@@ -94,7 +94,10 @@ VIEWS: dict[str, str] = {
                 count(*) filter (op = 'condemn') as condemned,
                 sum(length) filter (op = 'add') as tokens,
                 any_value(segment_raw_bytes) filter (op = 'add') as raw_bytes,
-                any_value(segment_stored_bytes) filter (op = 'add') as stored_bytes
+                any_value(segment_stored_bytes) filter (op = 'add') as stored_bytes,
+                sum(length) filter (op = 'hide') as hidden_tokens,
+                any_value(segment_raw_bytes) filter (op = 'condemn') as freed_raw_bytes,
+                any_value(segment_stored_bytes) filter (op = 'condemn') as freed_bytes
             from manifest group by commit_version, segment_id
         )
         select
@@ -107,7 +110,10 @@ VIEWS: dict[str, str] = {
             count(*) filter (condemned > 0) as condemned_segments,
             coalesce(sum(tokens), 0)::bigint as tokens,
             coalesce(sum(raw_bytes), 0)::bigint as raw_bytes,
-            coalesce(sum(stored_bytes), 0)::bigint as stored_bytes
+            coalesce(sum(stored_bytes), 0)::bigint as stored_bytes,
+            coalesce(sum(hidden_tokens), 0)::bigint as hidden_tokens,
+            coalesce(sum(freed_raw_bytes), 0)::bigint as freed_raw_bytes,
+            coalesce(sum(freed_bytes), 0)::bigint as freed_bytes
         from per_segment group by commit_version
     """,
 }

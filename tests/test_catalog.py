@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
-from hslake import catalog, tablefile
+from hslake import catalog, deltalog, tablefile
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.store import Store, open_store
 
@@ -258,3 +259,42 @@ def test_versions(store: Store, tmp_path: Path) -> None:
         catalog.open_table(open_store(tmp_path / "nothing"), "manifest")
     with pytest.raises(InvalidInput, match="rows"):
         catalog.create_table(store, "manifest")
+
+
+def test_an_entry_stands_on_durable_ones_only(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer may have made the newest entry and not synced it yet: a power cut must not
+    tear one that a reported commit stands on."""
+    catalog.commit(store, "manifest", lambda _: rows("a"), "t1")
+    events: list[tuple[str, bool]] = []
+    real = deltalog.sync_file
+
+    def sync(path: Path) -> None:
+        events.append((path.name, log_entry(store, 2).exists()))
+        real(path)
+
+    monkeypatch.setattr(deltalog, "sync_file", sync)
+    catalog.commit(store, "manifest", lambda _: rows("b"), "t2")
+    assert events[0] == (f"{1:020d}.json", False)
+    assert (f"{2:020d}.json", True) in events
+
+
+def test_what_a_version_needs_of_the_log_is_looked_at(store: Store) -> None:
+    for i in range(5):
+        catalog.commit(store, "manifest", lambda _, i=i: rows(f"s{i}"), f"t{i}")
+    DeltaTable(store.url("manifest")).create_checkpoint()
+    catalog.commit(store, "manifest", lambda _: rows("s5"), "t5")
+    whole = log_entry(store, 3).read_bytes()
+    log_entry(store, 3).write_bytes(b"")
+    # A checkpoint stands in for it, but not for versions before.
+    assert len(ids(catalog.open_table(store, "manifest"))) == 6
+    with pytest.raises(Corrupt, match=r"00003\.json is empty"):
+        catalog.open_table(store, "manifest", 4)
+    log_entry(store, 3).unlink()
+    with pytest.raises(Corrupt, match=r"00003\.json is missing"):
+        catalog.open_table(store, "manifest", 4)
+    assert [v for v, _ in deltalog.problems(store, "manifest")] == [3]
+    assert ids(catalog.open_table(store, "manifest", 2)) == ["s0", "s1"]
+    log_entry(store, 3).write_bytes(whole)
+    assert len(ids(catalog.open_table(store, "manifest", 4))) == 4

@@ -559,3 +559,18 @@ def test_a_damaged_journal_on_full_staging_stops_nothing(tmp_path, monkeypatch):
     report = compact(made.url, [made.staging])
     assert report.damage and report.samples == 1
     assert not list(made.staging.glob("*/part-*"))  # taken, and freed
+
+
+def test_a_part_that_lost_its_lock_is_told(tmp_path: Path) -> None:
+    """Or its samples would wait for ever, unseen."""
+    made = make_lake(tmp_path, lengths=[20])
+    names = made.plan([30, 40])
+    made.stage(names)
+    (lock,) = made.staging.glob("*/part-*/read.lock")
+    lock.unlink()
+    report = compact(made.url, [made.staging])
+    assert len(report.damage) == 1 and f"touch {lock}" in report.damage[0]
+    assert not report.samples
+    lock.touch()
+    assert compact(made.url, [made.staging]).samples == 2
+    check(made)

@@ -40,6 +40,9 @@ def check(made: MadeLake, gone: set[str]) -> None:
     assert not gone & set(planned)
     assert verify(made.url).damage == [] and not worklist(lake).missing
     assert all(r["failures"] == 0 for r in run(lake, "integrity").to_pylist())
+    growth = run(lake, "storage_growth").to_pylist()[-1]
+    on_disk = sum(lake.store.size(p) for p in lake.store.list("segments"))
+    assert (growth["total_samples"], growth["total_stored_bytes"]) == (len(names), on_disk)
     # Its bytes are in no segment that is left.
     state = lake.manifest_table()
     holding = {r["segment_id"] for r in manifest.add_rows(state, gone)}

@@ -117,6 +117,13 @@ def test_others_files_are_left_alone(made: MadeLake) -> None:
     )
 
 
+def test_probes_of_preflight_hold_nothing_back(made: MadeLake, monkeypatch) -> None:
+    (name,) = made.plan([10])
+    monkeypatch.setattr("hslake.gcstaging.PROBE_PREFIX", name[:2])
+    made.stage([name])
+    assert list(states(made).values()) == ["removed"]
+
+
 def test_a_part_that_does_not_read_is_kept(made: MadeLake) -> None:
     made.stage(made.plan([10]))
     (meta,) = made.staging.glob("*/part-*/zarr.json")

@@ -9,6 +9,7 @@ from typing import Any
 
 import duckdb
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -78,6 +79,7 @@ def added(
 
 def hidden(sample_id: str, segment: str, version: int = 2) -> dict[str, Any]:
     row = {"op": "hide", "sample_id": sample_id, "segment_id": segment, "reason": "checksum"}
+    row["length"] = {"A1-1": 200}.get(sample_id, 50)
     return row | {"committed_at": AT, "commit_version": version}
 
 
@@ -201,7 +203,7 @@ def test_versions(con: duckdb.DuckDBPyConnection) -> None:
 
 NAMES = {
     "coverage", "gaps", "duplicates", "lengths", "sources", "integrity", "storage_growth",
-    "forecast", "epoch",
+    "forecast", "epoch", "non_finite", "constant_streams", "rms_outliers", "equal_states",
 }  # fmt: skip
 
 
@@ -246,7 +248,10 @@ def test_lengths_sources_growth_forecast(con: duckdb.DuckDBPyConnection) -> None
     growth = rows(con, "storage_growth")
     assert [(r["version"], r["total_tokens"], r["total_stored_bytes"]) for r in growth] == [
         (1, 300, 700),
-        (3, 550, 1400),
+        (2, 100, 700),
+        (3, 350, 1400),
+        (4, 300, 1400),
+        (5, 300, 1400),
     ]
     (forecast,) = rows(con, "forecast")
     assert (forecast["ratio"], forecast["basis"]) == (0.7, "measured")
@@ -289,6 +294,71 @@ def test_duplicates(tmp_path: Path) -> None:
     assert [(r["kind"], r["key"], r["copies"], r["members"]) for r in found] == [
         ("same sample_id", "A1-0", 2, ["s", "t"]),
         ("same tokens", "hash-A1-0", 2, ["A1-0", "B3-7"]),
+    ]
+
+
+def anomalies(tmp_path: Path, manifest: list[dict], name: str, **params: Any) -> list[dict]:
+    tmp_path.mkdir(exist_ok=True)
+    with query.connect_files(files(tmp_path, manifest, []), SPEC) as con:
+        return rows(con, name, **params)
+
+
+def test_non_finite(tmp_path: Path) -> None:
+    odd = [added("B3-1", 10, "s", 256, nonfinite=[0, 4]), added("B3-2", 5, "s", 0)]
+    (found,) = anomalies(tmp_path, odd, "non_finite")
+    assert (found["sample_id"], found["stream"], found["values"]) == ("B3-1", "final", 4)
+    assert found["fraction"] == 4 / (10 * SPEC.hidden_size)
+    assert anomalies(tmp_path / "x", odd, "non_finite", source="A1") == []
+
+
+def test_constant_streams(tmp_path: Path) -> None:
+    odd = [
+        added("A1-0", 10, "s", 0, rms=[0.0, 1.0], absmax=[0.0, 2.0]),
+        added("A1-1", 10, "s", 256, rms=[1.0, 3.0], absmax=[2.0, 3.0001]),
+        added("A1-2", 10, "s", 512, rms=[1.0, 3.0], absmax=[2.0, 3.1]),
+    ]
+    found = anomalies(tmp_path, odd, "constant_streams")
+    assert [(r["sample_id"], r["stream"], r["kind"]) for r in found] == [
+        ("A1-0", "2", "zero"),
+        ("A1-1", "final", "constant"),
+    ]
+    assert len(anomalies(tmp_path / "x", odd, "constant_streams", spread="0.1")) == 3
+
+
+def test_rms_outliers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    many = [
+        added(f"A1-{i}", 10, "s", 256 * i, rms=[float(a), 50 * float(b)])
+        for i, (a, b) in enumerate(rng.lognormal(0, 0.1, (200, 2)))
+    ]
+    assert anomalies(tmp_path, many, "rms_outliers") == []
+    # As large as the other stream's is: of their own stream they are not.
+    many[7] |= {"rms": [50.0, 50.0]}
+    many[9] |= {"rms": [1.0, 1.0]}
+    found = anomalies(tmp_path / "x", many, "rms_outliers")
+    assert {(r["sample_id"], r["stream"]) for r in found} == {("A1-7", "2"), ("A1-9", "final")}
+    assert all(abs(r["deviations"]) > 12 for r in found)
+    assert anomalies(tmp_path / "y", many, "rms_outliers", deviations="1000") == []
+    # Where nearly all are equal, nothing is an outlier for its last digit.
+    alike = [added(f"A1-{i}", 10, "s", 0, rms=[1 + (i == 3) / 100, 0.0]) for i in range(50)]
+    assert anomalies(tmp_path / "z", alike, "rms_outliers") == []
+
+
+def test_equal_states(tmp_path: Path) -> None:
+    odd = [
+        added("A1-0", 10, "s", 0, checksum=[5, 6]),
+        added("A1-1", 10, "s", 256, checksum=[5, 6]),
+        added("A1-2", 10, "s", 512, checksum=[5, 7], token_hash="same"),
+        added("A1-3", 10, "s", 768, checksum=[8, 7], token_hash="same"),
+        added("A1-4", 10, "t", 0, checksum=[0, 0], absmax=[0.0, 0.0]),
+        added("A1-5", 10, "t", 256, checksum=[0, 0], absmax=[0.0, 0.0]),
+        added("A1-6", 10, "t", 512, checksum=[9, 9], token_hash="twice"),
+        added("A1-7", 10, "t", 768, checksum=[9, 9], token_hash="twice"),
+    ]
+    found = anomalies(tmp_path, odd, "equal_states")
+    assert [(r["kind"], r["samples"], r["members"]) for r in found] == [
+        ("equal states, other tokens", 2, ["A1-0", "A1-1"]),
+        ("equal tokens, other states", 2, ["A1-2", "A1-3"]),
     ]
 
 

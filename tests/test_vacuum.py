@@ -1,5 +1,6 @@
 """Vacuum gives back what no retained version needs, and nothing else, whoever works beside it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def test_hidden_segments_go_when_their_versions_have_aged(made: MadeLake) -> Non
     assert verify(made.url).damage == []
     after = run(made.url, "select sum(stored_bytes) as b from segments").to_pylist()[0]["b"]
     assert after == before - done.bytes
+    growth = run(made.url, "storage_growth").to_pylist()
+    assert growth[-1]["total_stored_bytes"] == after and growth[-1]["total_samples"] == 2
     # A reader of the old version, opened before: what is there reads, what is gone says so.
     check(reader, made, ["B4-000002"])
     with pytest.raises(Missing, match=r"version 2 .* not whole any more.*--retain"):
@@ -191,7 +194,7 @@ def test_killed_within_a_segment(made: MadeLake, monkeypatch) -> None:
 def test_a_live_sample_in_a_condemned_segment_is_never_removed(made: MadeLake) -> None:
     """What no commit of ours does: then the objects stay, and verify names it."""
     second = stored(made.lake)[1]
-    row = vacuuming.condemn_row(second, "by hand")
+    row = vacuuming.condemn_row(second, "by hand", None)
     catalog.commit(made.lake.store, "manifest", lambda _: manifest.rows([row]), "by-hand")
     vacuum(made.url, NOW)
     check(made.lake, made, ["B4-000002"])
@@ -206,3 +209,16 @@ def test_a_committers_clock_that_is_behind(made: MadeLake) -> None:
     rows = manifest.rows([{**row, **old}])
     catalog.commit(lake.store, "manifest", lambda _: rows, "hide-behind")
     assert at.segment_id in vacuum(made.url, DAY).kept
+
+
+def test_two_at_once(made: MadeLake) -> None:
+    store, orphan = made.lake.store, "01900000-0000-7000-8000-000000000000"
+    store.put(f"segments/{orphan}/zarr.json", b"{}")
+    with ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(lambda _: vacuum(made.url, NOW), range(3)))
+    assert {s for r in reports for s in r.segments} >= {orphan}
+    assert len(stored(made.lake)) == 2 and verify(made.url).damage == []
+    check(made.lake, made, ["A1-000000", "B4-000002"])
+    condemned = catalog.open_table(store, "manifest").arrow(["op", "segment_id"]).to_pylist()
+    names = [r["segment_id"] for r in condemned if r["op"] == "condemn"]
+    assert len(names) == len(set(names)) == 2

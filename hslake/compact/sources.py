@@ -16,7 +16,7 @@ from pathlib import Path
 from hslake.compact.trouble import Troubles
 from hslake.compactreport import CompactReport, tell
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing
-from hslake.ownership import is_ours, take, tell_closed
+from hslake.ownership import is_ours, take, tell_closed, tell_lockless
 from hslake.picks import Doubt, Key
 from hslake.spec import LakeSpec
 from hslake.staging.check import check_part
@@ -195,6 +195,7 @@ class Sources:
         lock = source.lock if source is not None else None
         lock = lock or try_lock(path / READ_LOCK, shared=True)
         if lock is None:
+            tell_lockless(path, self._report)
             return  # being recycled
         try:
             if source is None:

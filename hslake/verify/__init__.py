@@ -74,12 +74,13 @@ def verify(
         report.warnings += anomalies.warnings(report.anomalies)
         masks = rows.plan_masks(con) if level == "full" or quarantine else {}
         groups = list(rows.members(con, lake.spec.streams))
+        named = rows.named_segments(con)
     finally:
         con.close()
     count = threads or threads_for(lake.store.is_local)
     with ThreadPoolExecutor(count) as pool:
         try:
-            _objects(lake, groups, masks, level, quarantine, report, progress, pool, count)
+            _objects(lake, groups, named, masks, level, quarantine, report, progress, pool, count)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -93,6 +94,7 @@ def verify(
 def _objects(
     lake: Lake,
     groups: Sequence[tuple[str, list[dict[str, Any]]]],
+    named: set[str],
     masks: dict[str, bytes],
     level: str,
     quarantine: bool,
@@ -103,8 +105,7 @@ def _objects(
 ) -> None:
     """Look at what is stored, and add what is wrong to `report`."""
     names = [segment_id for segment_id, _ in groups]
-    total = lake.connect().execute("select count(*) from segments").fetchall()[0][0]
-    listed, all_listed = objects.listing(lake.store, names, total, pool)
+    listed, all_listed = objects.listing(lake.store, names, len(named), pool)
     if quarantine and groups and not listed:
         raise Unavailable(
             f"{lake.store.url('segments')} holds nothing at all, and {len(groups)} segments are "
@@ -115,7 +116,7 @@ def _objects(
         for s in ordered(pool, lambda g: objects.load(lake, *g), groups, 4 * threads)
     }
     if all_listed:
-        report.warnings += objects.strays(lake, listed, segments)
+        report.warnings += objects.strays(listed, segments, named)
     problems: dict[str, list[Problem]] = {
         s.segment_id: [*s.problems, *objects.sizes_wrong(lake.store, s, listed)]
         for s in segments.values()

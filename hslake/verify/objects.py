@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -142,14 +142,11 @@ def touched(lake: Lake, key: str, rows: Iterable[dict[str, Any]]) -> list[dict[s
     return [r for r in rows if r["token_start"] < last and r["token_start"] + r["length"] > first]
 
 
-def strays(lake: Lake, listed: Mapping[str, int], segments: Mapping[str, Segment]) -> list[str]:
-    """Objects that nothing names: whole segments, and keys that an inventory lacks."""
-    named = {
-        row[0]
-        for row in lake.connect()
-        .execute("select distinct segment_id from manifest where op = 'add'")
-        .fetchall()
-    }
+def strays(
+    listed: Mapping[str, int], segments: Mapping[str, Segment], named: Collection[str]
+) -> list[str]:
+    """Objects that nothing names: whole segments (`named`: those of the manifest), and keys that an
+    inventory lacks."""
     orphans: dict[str, int] = {}
     inside: list[str] = []
     known = {

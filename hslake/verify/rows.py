@@ -30,13 +30,17 @@ _ALL = (*_REQUIRED, "commit_version", "rms", "absmax", "nonfinite")
 _OF_SEGMENT = ("segment_tokens", "segment_raw_bytes", "segment_stored_bytes", "inventory_digest")
 # The table of the rows that are looked at.
 LOOKED = "looked"
+# All rows of the manifest, in a few columns.
+LOGGED = "logged"
+_LOGGED = ("op", "sample_id", "segment_id", "token_start", "length", "segment_tokens")
 
 
 def select(lake: Lake, sample: int | None, where: str | None) -> duckdb.DuckDBPyConnection:
     """A connection with the rows in a table, each with what the plan says as `plan_…`.
 
     The plan's row is that of the same tokens; `other_hash` is the plan's, when it plans other
-    tokens under the same id. Raises InvalidInput for a condition that does not work.
+    tokens under the same id. The view `samples` has the same rows from then on.
+    Raises InvalidInput for a condition that does not work.
     """
     con = query.connect(lake)
     chosen = f"select {', '.join(_ALL)} from samples"
@@ -56,6 +60,9 @@ def select(lake: Lake, sample: int | None, where: str | None) -> duckdb.DuckDBPy
             f"(select sample_id, token_hash, {', '.join(_PLANNED)} from plan) p "
             "on p.sample_id = s.sample_id",
         )
+        # Every mention of a view opens every file of its table again: once is enough here.
+        query.keep(con, LOGGED, f"select {', '.join(_LOGGED)} from manifest")
+        con.execute(f"create or replace temp view samples as select * from {LOOKED}")
     except InvalidInput as error:
         con.close()
         raise InvalidInput(f"--where {where!r}: {error}" if where else str(error)) from error
@@ -69,6 +76,12 @@ def totals(con: duckdb.DuckDBPyConnection) -> tuple[int, int, int]:
     return samples, int(tokens), segments
 
 
+def named_segments(con: duckdb.DuckDBPyConnection) -> set[str]:
+    """Segments that a row of the manifest adds samples of, live or not."""
+    text = f"select distinct segment_id from {LOGGED} where op = 'add'"
+    return {row[0] for row in con.execute(text).fetchall()}
+
+
 def damaged(con: duckdb.DuckDBPyConnection, lake: Lake) -> list[Damage]:
     """What is wrong with the rows themselves and beside each other."""
     found = []
@@ -79,7 +92,10 @@ def damaged(con: duckdb.DuckDBPyConnection, lake: Lake) -> list[Damage]:
             found.append(Damage(row["segment_id"] or "", what, names))
     bad = {(d.segment_id, s) for d in found for s in d.sample_ids}
     checks = _CHECKS.format(
-        chunk=lake.spec.geometry.chunk_tokens, token=lake.spec.bytes_per_token, t=LOOKED
+        chunk=lake.spec.geometry.chunk_tokens,
+        token=lake.spec.bytes_per_token,
+        t=LOOKED,
+        logged=LOGGED,
     )
     for segment, name, what, sure in con.execute(checks).fetchall():
         if (segment, name) not in bad:  # told already, and it is why
@@ -89,7 +105,7 @@ def damaged(con: duckdb.DuckDBPyConnection, lake: Lake) -> list[Damage]:
 
 def warnings(con: duckdb.DuckDBPyConnection, chunk: int) -> list[str]:
     """What is odd about the rows and costs nothing."""
-    texts = con.execute(_WARNINGS.format(chunk=chunk, t=LOOKED)).fetchall()
+    texts = con.execute(_WARNINGS.format(chunk=chunk, t=LOOKED, logged=LOGGED)).fetchall()
     return [text for count, text in texts if count]
 
 
@@ -141,7 +157,7 @@ _CHECKS = """
     union all
     select s.segment_id, s.sample_id, 'its segment was condemned by a vacuum, which removes it',
         false
-    from named s semi join manifest c on c.segment_id = s.segment_id and c.op = 'condemn'
+    from named s semi join {logged} c on c.segment_id = s.segment_id and c.op = 'condemn'
     order by 1, 2, 3
 """
 
@@ -157,14 +173,14 @@ _WARNINGS = """
         select segment_id, any_value(segment_tokens)
             - sum((length + {chunk} - 1) // {chunk} * {chunk}) as free
         from (
-            select distinct segment_id, token_start, length, segment_tokens from manifest
+            select distinct segment_id, token_start, length, segment_tokens from {logged}
             where op = 'add' and segment_id in (select segment_id from {t})
         ) group by segment_id
     ) where free > 0
     union all
     select count(*), printf('%d rows hide samples that were never added (the first: %s)',
         count(*), min(h.sample_id))
-    from hides h anti join manifest m
+    from hides h anti join {logged} m
         on m.sample_id = h.sample_id and m.segment_id = h.segment_id and m.op = 'add'
 """
 

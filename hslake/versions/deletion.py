@@ -254,7 +254,7 @@ def _commit(
         if inside - starts.keys():  # never: segments do not grow, and these ids are hidden
             raise Conflict(f"segment {segment} has got live samples: {sorted(inside)[:3]}")
         now = datetime.now(UTC)
-        found = [condemn_row(segment, _DELETED)]
+        found = [condemn_row(segment, _DELETED, manifest.spans(state).get(segment))]
         for row in rows:
             if info is None or row["sample_id"] not in inside:
                 continue  # hidden meanwhile

@@ -40,7 +40,7 @@ def remove(
     for segment in sorted(wanted):
         span = spans.get(segment)
         if span is None or not span.condemned:
-            found.kept[segment] = "a commit has taken it in"
+            found.kept[segment] = "a commit or a pin that came in between needs it"
         elif span.first is not None and span.end is None:
             found.kept[segment] = "it is condemned and has live samples: the manifest is damaged"
         elif segment in pinned:

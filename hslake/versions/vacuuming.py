@@ -141,16 +141,24 @@ def _condemn(
     def build(state: catalog.TableState) -> pa.Table | None:
         done = manifest.segments(state, "condemn")
         now = _find(state, stored, pinned, limit).remove
-        return manifest.rows(condemn_row(s, now[s]) for s in wanted if s in now and s not in done)
+        spans = manifest.spans(state)
+        new = [s for s in wanted if s in now and s not in done]
+        return manifest.rows(condemn_row(s, now[s], spans.get(s)) for s in new)
 
     # Of this call: what it does is decided in `build`, the id only finds a lost answer.
     catalog.commit(lake.store, "manifest", build, f"condemn-{uuid.uuid4().hex}")
 
 
-def condemn_row(segment_id: str, reason: str) -> dict[str, Any]:
-    """The manifest row that condemns a segment."""
-    now = datetime.now(UTC)
-    return {"op": "condemn", "segment_id": segment_id, "committed_at": now, "reason": reason}
+def condemn_row(segment_id: str, reason: str, span: manifest.Span | None) -> dict[str, Any]:
+    """The manifest row that condemns a segment, with the bytes that this gives back."""
+    return {
+        "op": "condemn",
+        "segment_id": segment_id,
+        "segment_raw_bytes": span.raw_bytes if span else None,
+        "segment_stored_bytes": span.bytes if span else None,
+        "committed_at": datetime.now(UTC),
+        "reason": reason,
+    }
 
 
 def _born(segment_id: str) -> datetime:

@@ -336,7 +336,7 @@ def test_unknown_versions(made: MadeLake) -> None:
     before = snapshot(made.url)
     for args in (("query", made.url, "coverage"), ("pin", made.url, "x")):
         refused(call(*args, "--version", 99), "version 99", "0 to 1")
-        refused(call(*args, "--version", -1), "--version")
+        refused(call(*args, "--version", -1), "version")
     assert call("pin", made.url, "a", "--version", 1).exit_code == 0
     assert call("pin", made.url, "a", "--version", 1).exit_code == 0
     refused(call("pin", made.url, "a", "--version", 0), "'a' names version 1 already")

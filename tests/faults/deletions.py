@@ -62,7 +62,7 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     made = make_lake(folder, lengths=[rng.randint(1, 40) for _ in range(GROUP)], streams=2)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.deletions"])
+    context.set_forkserver_preload(["hslake.versions", "tests.lakes"])
     found: dict[str, Any] = {
         "kills": 0, "ended": 0, "lost": 0, "duplicated": 0, "torn": 0, "left": 0
     }  # fmt: skip

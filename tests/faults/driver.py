@@ -61,6 +61,7 @@ class Driver:
         self._attempts: dict[str, str] = {}  # attempt -> sample, also of flights given up
         self._whereabouts = Whereabouts(self.world.roots)
         self._queue: list[str] = []
+        self._heard: set[str] = set()  # acknowledged in this pass
 
     # -- one turn ------------------------------------------------------------------------------
 
@@ -89,6 +90,7 @@ class Driver:
                     continue
                 if event.state == CAPTURED:
                     self.acknowledged.add(sample)
+                    self._heard.add(sample)
                     self._whereabouts.captured(sample, writer.writer)
                     self.counts["captured"] += 1
                 elif flight is not None:
@@ -111,7 +113,7 @@ class Driver:
                     break
                 if self.rng.random() >= self.double:
                     self._queue.pop(0)
-                if sample not in self.acknowledged or self.rng.random() < 0.1:
+                if sample not in self._heard or self.rng.random() < 0.1:
                     mine.append(self._ask(server, sample))
 
     def _ask(self, server: Server, sample: str) -> _Flight:
@@ -142,8 +144,9 @@ class Driver:
         missing, places = self.look()
         self.counts["passes"] += 1
         again = missing - places.waiting - places.unconfirmed
-        self.acknowledged -= again  # committed and hidden, or given up: asked for again
-        self._queue = self.rng.sample(sorted(again), len(again))
+        # Seldom: given up for another attempt that was not committed yet when we looked.
+        self.counts["acknowledged, asked again"] += len(self.acknowledged & again)
+        self._queue, self._heard = self.rng.sample(sorted(again), len(again)), set()
         return len(again), len(missing)
 
 
@@ -159,6 +162,13 @@ def staged(world: World, lake_id: str) -> list[ServerStatus]:
 def acknowledged(world: World) -> set[str]:
     """Samples that lie in staging as their writers' events say."""
     return set(captured_attempts(staged(world, world.spec.lake_id)).values())
+
+
+def told(world: World) -> set[str]:
+    """Samples that the writers in staging have ever called captured, wherever they are now."""
+    statuses = staged(world, world.spec.lake_id)
+    events = (e for s in statuses for w in s.writers for e in w.events)
+    return {e.sample_id for e in events if e.state == CAPTURED}
 
 
 def settle(world: World) -> int:

@@ -120,6 +120,8 @@ def try_staging(world: Path, scratch: Path, trial: dict[str, Any]) -> dict[str, 
         "s.sample_id = p.sample_id and s.token_hash = p.token_hash").fetchall()}  # fmt: skip
     seen["lost"] = sorted(made.samples.keys() - live)
     seen["asked again"] = gaps == made.samples.keys() - live
+    if not trial["again"]:
+        return seen
     if seen["lost"]:
         made.staging = scratch / "again"
         made.staging.mkdir()

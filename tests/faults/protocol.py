@@ -2,6 +2,7 @@
 with crashes, lost answers, refusals and wrong clocks: `python -m tests.faults.protocol`."""
 
 import argparse
+import atexit
 import functools
 import json
 import logging
@@ -50,7 +51,9 @@ Seen: Counter[str] = Counter()
 @functools.cache
 def template() -> World:
     """A lake with `SAMPLES` planned samples, and each of them captured `ATTEMPTS` times."""
-    world = make_world(Path(tempfile.mkdtemp(prefix="hslake-protocol-")) / "w", SAMPLES)
+    folder = tempfile.mkdtemp(prefix="hslake-protocol-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    world = make_world(Path(folder) / "w", SAMPLES)
     for _ in range(ATTEMPTS):
         hook = Hook(world.roots[0], world.spec, settings={"part_tokens": 2048, "max_parts": 1})
         for name in world.names:
@@ -336,7 +339,6 @@ def main() -> int:
     }
     print(counts)
     record(options.out, "protocol", counts)
-    shutil.rmtree(Path(template().url).parent.parent, ignore_errors=True)
     return 0
 
 

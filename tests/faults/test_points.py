@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults import points
+from tests.faults.scenarios import SCENARIOS
 
 AT = {
     "writer": (
@@ -30,22 +31,26 @@ AT = {
 }
 
 
-@pytest.mark.parametrize(("scenario", "step"), [(s, p) for s, some in AT.items() for p in some])
-def test_nothing_is_lost_repeated_or_torn_by_a_crash(tmp_path, scenario, step):
-    found = points.run(points.SCENARIOS[scenario], tmp_path / "run", kill_at=(step, 1))
+CASES = [(scenario, step, 1) for scenario, some in AT.items() for step in some]
+CASES.append(("writer", "write: frame bytes magic, none", 10))  # a sample's end, or its event
+
+
+@pytest.mark.parametrize(("scenario", "step", "nth"), CASES)
+def test_nothing_is_lost_repeated_or_torn_by_a_crash(tmp_path, scenario, step, nth):
+    found = points.run(SCENARIOS[scenario], tmp_path / "run", kill_at=(step, nth))
     assert found.killed and found.steps[-1] == step
     assert found.verdict.ok, found.verdict
 
 
 def test_a_commit_whose_answer_was_lost_is_not_made_again(tmp_path):
-    found = points.run(points.compactor, tmp_path / "run", lost_answers=True)
+    found = points.run(SCENARIOS["compactor"], tmp_path / "run", lost_answers=True)
     assert "commit: after the entry of manifest" in found.steps and not found.killed
     assert found.verdict.ok, found.verdict
 
 
 @pytest.mark.parametrize("call", ["write", "unlink"])
 def test_death_while_delta_writes_its_log_entry(tmp_path, call):
-    found = points.run(points.compactor, tmp_path / "run", native=(call, 1))
+    found = points.run(SCENARIOS["compactor"], tmp_path / "run", native=(call, 1))
     if not found.usable:
         pytest.skip("no seccomp on this machine")
     assert found.killed

@@ -31,7 +31,7 @@ import numpy as np
 from deltalake import Transaction
 
 import hslake
-from hslake import catalog, manifest, tablefile
+from hslake import catalog, manifest, rollup, tablefile
 from hslake.checksum import sample_checksum
 from hslake.compact import compact
 from hslake.errors import Missing
@@ -153,6 +153,8 @@ def _add_quickly(state: catalog.TableState, row: dict[str, Any]) -> int:
     catalog._append(state, name, len(body), data, txn)
     table.update_incremental()
     assert table.version() == version
+    if version % rollup.FACTOR == 0:
+        catalog._roll_up(state.store, "manifest", version)
     return version
 
 
