@@ -285,7 +285,7 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             if found is not None and newer.version > found.version:
                 return newer  # others commit faster than we look: it is newer than this call
             found = newer
-        time.sleep(random.uniform(0, 0.05 * 2**tried))
+        time.sleep(random.uniform(0, min(1.0, 0.05 * 2**tried)))
     raise Unavailable(
         f"{store.url(name)}: the store's listing lacks entries of the table's log that are there: "
         "it lists what was, not what is; try again later"

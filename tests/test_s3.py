@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -324,6 +325,36 @@ def test_wrong_keys(server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch
     assert "sekrit" not in str(e.value)
     found = call("status", lake.url)
     assert found.exit_code == 2 and "refuses" in found.output and "sekrit" not in found.output
+
+
+def test_a_profile_alone(
+    server: Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in server.environment():
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(
+        "[profile lake]\nregion = eu-central-1\nservices = here\n"
+        f"[services here]\ns3 =\n  endpoint_url = {server.url}\n"
+    )
+    keys = f"aws_access_key_id = {server.key}\naws_secret_access_key = {server.secret}\n"
+    (tmp_path / "credentials").write_text(f"[lake]\n{keys}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    found = call("status", f"{bucket}/lake")
+    assert found.exit_code == 2 and "NoCredentials" in found.output
+    monkeypatch.setenv("AWS_PROFILE", "lake")
+    made = make_lake(tmp_path / "l", lengths=[20], url=f"{bucket}/lake")
+    assert ok("verify", made.url)["samples"] == 1
+    store = made.lake.store
+    assert store._remote.settings.region == "eu-central-1"
+    assert server.secret not in repr(vars(store._remote)) + repr(store._remote.settings.keys())
+    assert server.secret not in repr(pickle.dumps(store))
+    spec = store.read("hslake.json").decode()
+    assert server.secret not in spec and server.key not in spec
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    found = call("status", made.url)
+    assert found.exit_code == 2 and "(nobody)" in found.output
 
 
 def test_large_objects_go_in_parts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hslake
-from hslake import catalog, tablename
+from hslake import tablefile, tablename
 from hslake.errors import Corrupt, Missing, Unavailable
 from hslake.segment import inventory, shard
 from hslake.segment.layout import hidden_grid, new_segment_id
@@ -35,7 +35,7 @@ def change_row(made: MadeLake, column: str, value: Any) -> str:
     rows = pq.read_table(path).to_pylist()
     name = rows[1]["sample_id"]
     rows[1][column] = value
-    body = catalog._parquet(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
+    body = tablefile.encode(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
     new = path.with_name(f"{path.name[:59]}{tablename.digest(body)}.parquet")
     path.unlink()
     new.write_bytes(body)

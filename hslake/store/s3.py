@@ -11,20 +11,23 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from hslake.errors import HslakeError, InvalidInput, Unavailable
 from hslake.store import aws, trouble
 from hslake.store.written import Piece, Written
 
+_T = TypeVar("_T")
 _PART = 16 << 20  # bytes; smaller objects are sent whole
 _PARTS = 9_000  # of at most 10,000 that S3 takes
 _AT_ONCE = 4  # parts on their way, so 64 MB an object
 _TRIES = 4  # of a write whose fate is unknown, each with all of the client's retries
 _OUTSIDE = re.compile(r"status code: 416|non-partial response|Requested range .* is not satisfi")
+# What the client does not repeat: a POST, and an answer that breaks off in a listing.
+_CUT = re.compile(r"error sending request|response body error")
 _MARK = "hslake-write"  # metadata: which call wrote an object
 
 
@@ -73,7 +76,7 @@ class S3Objects:
     def put(self, path: str, pieces: Sequence[Piece]) -> Written:
         """Write an object, whole or in parts of which four are under way at a time."""
         size = sum(map(len, pieces))
-        part = _part_size(size)
+        part, end = _part_size(size), time.monotonic() + self.settings.retry_s
         for left in reversed(range(_TRIES)):
             tags = _Tags(part)
             try:
@@ -87,7 +90,7 @@ class S3Objects:
                 if self._holds(path, tags.of_all(pieces)):
                     return tags.written()
                 ended = isinstance(error, FileNotFoundError) and "NoSuchUpload" in str(error)
-                if not left or not ended:
+                if not left or not (ended or self._cut(error, end)):
                     raise
                 _pause(_TRIES - left)
         raise AssertionError("unreachable")
@@ -145,7 +148,25 @@ class S3Objects:
         import obstore
 
         with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, self._key(path))
+            self._again(lambda: obstore.delete(self._store, self._key(path)))
+
+    def _again(self, call: Callable[[], _T]) -> _T:
+        """Repeat what may be done twice and what the client gives up at once when it is cut off."""
+        end = time.monotonic() + self.settings.retry_s
+        for left in reversed(range(_TRIES)):
+            try:
+                return call()
+            except Exception as error:
+                if not left or not self._cut(error, end):
+                    raise
+                _pause(_TRIES - left)
+        raise AssertionError("unreachable")
+
+    def _cut(self, error: Exception, end: float) -> bool:
+        """Whether `error` is worth another try: not when one is all that the user wants, and not
+        after `end` (monotonic)."""
+        more = self.settings.retries > 0 and time.monotonic() < end
+        return more and bool(_CUT.search(str(error)))
 
     # Reading
 
@@ -236,7 +257,8 @@ class S3Objects:
         import obstore
 
         cut = len(self.prefix) + 1 if self.prefix else 0
-        pages = obstore.list(self._store, self._key(path) or None)
+        prefix = self._key(path) or None
+        pages = self._again(lambda: [*obstore.list(self._store, prefix)])
         return {meta["path"][cut:]: int(meta["size"]) for page in pages for meta in page}
 
     def tag_of(self, path: str, written: Written) -> str:

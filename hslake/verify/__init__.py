@@ -73,7 +73,8 @@ def verify(
         report.anomalies = anomalies.count(con)
         report.warnings += anomalies.warnings(report.anomalies)
         masks = rows.plan_masks(con) if level == "full" or quarantine else {}
-        groups = list(rows.members(con, lake.spec.streams))
+        decode = level != "manifest" or quarantine
+        groups = list(rows.members(con, len(lake.spec.streams), decode))
         named = rows.named_segments(con)
     finally:
         con.close()
@@ -121,8 +122,9 @@ def _objects(
         s.segment_id: [*s.problems, *objects.sizes_wrong(lake.store, s, listed)]
         for s in segments.values()
     }
+    made = objects.templates(lake)
     for segment in segments.values():
-        differs = objects.spec_differs(lake, segment)
+        differs = objects.spec_differs(lake, segment, made)
         report.warnings += [differs] if differs else []
         what = "its row names another inventory digest than its segment has"
         report.damage += [Damage(segment.segment_id, what, (n,)) for n in segment.other_rows]

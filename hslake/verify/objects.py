@@ -106,8 +106,17 @@ def sizes_wrong(store: Store, segment: Segment, listed: Mapping[str, int]) -> li
     return found
 
 
-def spec_differs(lake: Lake, segment: Segment) -> str | None:
-    """How the segment's metadata differs from what the lake's spec makes it; None when it does not.
+_ANY_ID, _ANY_TOKENS = "00000000-0000-7000-8000-000000000000", 987_654_321_987
+
+
+def templates(lake: Lake) -> dict[str, bytes]:
+    """The metadata of a segment as the lake's spec makes it, with a place for its id and length."""
+    return metadata_documents(lake.spec, _ANY_ID, _ANY_TOKENS)
+
+
+def spec_differs(lake: Lake, segment: Segment, made: Mapping[str, bytes]) -> str | None:
+    """How the segment's metadata differs from what the lake's spec makes it (`templates`); None
+    when it does not.
 
     Nothing that reads through hslake looks at that metadata; another reader does.
     """
@@ -115,7 +124,9 @@ def spec_differs(lake: Lake, segment: Segment) -> str | None:
         return None
     tokens = segment.rows[0]["segment_tokens"]
     have = {o.key: o.sha256 for o in segment.objects}
-    for key, text in metadata_documents(lake.spec, segment.segment_id, tokens).items():
+    for key, template in made.items():
+        text = template.replace(_ANY_ID.encode(), segment.segment_id.encode())
+        text = text.replace(str(_ANY_TOKENS).encode(), str(tokens).encode())
         if have.get(key) == hashlib.sha256(text).hexdigest():
             continue
         try:  # as a document: another version of hslake may space it differently

@@ -187,12 +187,17 @@ _WARNINGS = """
 
 def _suspects(con: duckdb.DuckDBPyConnection, streams: int) -> list[dict[str, Any]]:
     """The rows in which something is wrong, or may be."""
+    other = [f"(plan_length is not null and {c} is distinct from plan_{c})" for c in _PLANNED]
+    conditions = " or ".join([_lacks(streams), *other])
+    text = f"select * from {LOOKED} where {conditions} order by segment_id, sample_id"
+    return query.execute(con, text).to_pylist()
+
+
+def _lacks(streams: int) -> str:
+    """SQL for `lacking`."""
     lists = [f"len({c}) is distinct from {streams}" for c in _LISTS]
     lists += [f"list_count({c}) is distinct from {streams}" for c in _LISTS]
-    other = [f"(plan_length is not null and {c} is distinct from plan_{c})" for c in _PLANNED]
-    conditions = [*(f"{c} is null" for c in _REQUIRED), *lists, *other]
-    text = f"select * from {LOOKED} where {' or '.join(conditions)} order by segment_id, sample_id"
-    return query.execute(con, text).to_pylist()
+    return " or ".join([*(f"{c} is null" for c in _REQUIRED), *lists])
 
 
 def lacking(row: dict[str, Any], streams: Sequence[str]) -> str | None:
@@ -220,13 +225,16 @@ def differing(row: dict[str, Any]) -> str | None:
 
 
 def members(
-    con: duckdb.DuckDBPyConnection, streams: Sequence[str]
+    con: duckdb.DuckDBPyConnection, streams: int, decode: bool
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Segment by segment, the rows of it that can be looked at, by place."""
-    columns = (*_REQUIRED, "rms", "absmax", "nonfinite", "plan_length")
+    """Segment by segment, the rows of it that can be looked at, by place. Without `decode`, only
+    what their objects are found and compared by."""
+    columns: tuple[str, ...] = ("sample_id", "segment_id", "token_start", "length", *_OF_SEGMENT)
+    if decode:
+        columns = (*_REQUIRED, "rms", "absmax", "nonfinite", "plan_length")
     table = query.execute(
         con,
-        f"select {', '.join(columns)} from {LOOKED} where segment_id is not null "
+        f"select {', '.join(columns)} from {LOOKED} where not ({_lacks(streams)}) "
         "order by segment_id, token_start, sample_id",
     ).combine_chunks()
     if not len(table):
@@ -238,7 +246,7 @@ def members(
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(table)]
     for start, end in itertools.pairwise(starts):
         rows = table.slice(start, end - start).to_pylist()
-        yield rows[0]["segment_id"], [r for r in rows if lacking(r, streams) is None]
+        yield rows[0]["segment_id"], rows
 
 
 def plan_masks(con: duckdb.DuckDBPyConnection) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from typing import Any
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _NAMES = (
     (re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"), "ID"),
-    (re.compile(r"[0-9a-f]{32}"), "X"),
+    (re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})*"), "X"),
     (re.compile(r"\d+"), "N"),
 )
 

@@ -35,7 +35,7 @@ MENDABLE = (Unavailable, NoSpace, Conflict)
 LENGTHS = (300, 20, 700, 90)
 TRIES = 40
 # Of the requests, how many meet the fault: those that hang cost a timeout each.
-RATES = {"hang": 0.02, "hang-after": 0.02}
+RATES = {"hang": 0.02, "hang-after": 0.02, "412-done": 1.0, "stale-list": 0.5}
 RATE = 0.12
 ENVIRONMENT = {
     "HSLAKE_S3_TIMEOUT": "20",
@@ -86,7 +86,13 @@ def at_random(fault: str, seed: int) -> Callable[[Request], str | None]:
     """A rule: a share of all requests meets the fault."""
     rng = random.Random(f"{fault} {seed}")
     rate = RATES.get(fault, RATE)
-    return lambda _: fault if rng.random() < rate else None
+
+    def rule(request: Request) -> str | None:
+        # Delta and DuckDB cannot see that an answer which says it is whole is not: docs/stores.md.
+        ours = "/segments/" in request.path or request.path.endswith("/hslake.json")
+        return fault if (fault != "short" or ours) and rng.random() < rate else None
+
+    return rule
 
 
 def one_lake(server: Server, fault: str, seed: int, folder: Path, counts: Counts) -> None:
@@ -156,7 +162,10 @@ def _used(
 
     model: dict[str, Any] = {"hidden_size": 8, "num_layers": 4, "dtype": "bfloat16"}
     # "there is a lake already": an earlier try made it, and its answer was lost.
-    step("create", lambda: hslake.create(url, capture="2,final", **model), (InvalidInput,))
+    if where.startswith("stale-list"):  # deltalake waits for ever for the entry 0 that it wrote
+        hslake.create(url, capture="2,final", **model)
+    else:
+        step("create", lambda: hslake.create(url, capture="2,final", **model), (InvalidInput,))
 
     def plan() -> None:
         if not made.samples:

@@ -15,6 +15,11 @@ from tests.faults.actors import Actor, instruments
 from tests.faults.publish import publish
 from tests.faults.world import World, copy_world, judge_samples, make_world, write_plan
 
+_FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
+
+
+_FIRST = "select sample_id, segment_id from samples order by sample_id limit 1"
+
 
 def test_random_courses_keep_the_models_promises():
     protocol.check(8, start=4)
@@ -34,7 +39,7 @@ def _other(name: str, world: World) -> None:
     elif name == "vacuum":
         versions.vacuum(world.url, retain=timedelta(0))
     else:
-        sample, segment = lake.sql("select sample_id, segment_id from samples").fetchall()[0]
+        sample, segment = lake.sql(_FIRST).fetchall()[0]
         assert hide(lake, {(segment, sample): "damaged"}) == 1
 
 
