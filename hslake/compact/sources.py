@@ -27,6 +27,7 @@ from hslake.staging.reader import WriterDir, part_attributes, read_part, read_wr
 
 log = logging.getLogger("hslake.compact")
 
+_ROWS = "hidden_states"  # in a part: key of the troubles with its rows
 DAMAGED = "damaged"  # folder of a staging root: journals that were cut short, for people to look at
 
 
@@ -85,6 +86,10 @@ class Sources:
             s for s in self.parts.values() if not s.freed and not self._troubles.rests(s.info.path)
         ]
 
+    def unreadable(self, part: Path, error: Exception) -> None:
+        """Its rows cannot be read now, whatever a look at its journal says."""
+        self._troubles.met(part / _ROWS, error)
+
     # -- looking ----------------------------------------------------------------------------
 
     def look(self, spec: LakeSpec, *, watch: bool) -> None:
@@ -123,7 +128,11 @@ class Sources:
         for path in [p for p, s in self.parts.items() if s.freed]:
             del self.parts[path]
         self._sealed = {p: i for p, i in self._sealed.items() if p in self.paths}
-        self._troubles.forget(lambda key: "/part-" in key and not Path(key).exists())
+        self._troubles.forget(self._is_gone)
+
+    def _is_gone(self, key: str) -> bool:
+        path = Path(key)
+        return any(root in path.parents for root in self.roots) and not path.exists()
 
     def _look_at(self, found: WriterDir, spec: LakeSpec) -> None:
         if found.closed is not None:
@@ -232,6 +241,7 @@ class Sources:
             if source is None:
                 continue
             source.open.discard(key)
+            self._troubles.mended(key[0] / _ROWS)
             if key in bad:
                 source.given_up[bad[key].reason] += 1
                 if text := bad[key].damage:
@@ -252,8 +262,9 @@ class Sources:
                         keep_journal(path)
                     (path / DONE).touch()
                 except OSError as error:
-                    self._troubles.met(path, error)
+                    self._troubles.met(path / JOURNAL, error)
                     continue
+                self._troubles.mended(path / JOURNAL)
                 source.freed = True
                 if source.lock is not None:
                     source.lock.release()
@@ -276,7 +287,7 @@ class Sources:
                         )
                 remove_writer(path)
             except OSError as error:
-                self._troubles.met(path, error)
+                self._troubles.met(path / COMPACT_LOCK, error)
             _release(held.locks)
             del self._writers[path]
 

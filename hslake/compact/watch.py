@@ -222,7 +222,7 @@ class _Run:
         with self._sources.mutex:
             picks, known = choose(
                 lake, parts, under_way, self._bad, self._sound, report, self._stopping,
-                self._troubles.met,
+                self._sources.unreadable,
             )  # fmt: skip
             self._waiting.known |= known
             self._sources.free()
@@ -259,7 +259,7 @@ class _Run:
             try:
                 return self._line.put(lake, batch)
             except PartUnavailable as error:
-                self._troubles.met(error.part, error)
+                self._sources.unreadable(error.part, error)
                 batch = [p for p in batch if p.part.path != error.part]
             except Stopped:
                 raise

@@ -387,7 +387,9 @@ def test_a_root_that_is_not_there_stops_no_other(made: MadeLake, tmp_path: Path)
     check(made)
 
 
-def test_rows_that_cannot_be_read_now_wait(made: MadeLake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_read_now_wait(
+    made: MadeLake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in made.plan([300, 400]):
         made.stage([name])
     first = sorted(w.path for w in scan(made.staging))[0]
@@ -400,8 +402,10 @@ def test_rows_that_cannot_be_read_now_wait(made: MadeLake, monkeypatch: pytest.M
     whole = hslake.staging.rows.StagedRows.read_into
     with monkeypatch.context() as patch:
         patch.setattr(hslake.staging.rows.StagedRows, "read_into", unreadable)
-        report = looks(made, 5, until=lambda report: report.samples == 1)
+        with caplog.at_level(logging.WARNING, "hslake.compact"):
+            report = looks(made, 20, until=lambda report: report.samples == 1)
     assert report.samples == 1 and report.abandoned == {} and "EIO" in report.troubles[0]
+    assert len([r for r in caplog.records if "EIO; tried again" in r.getMessage()]) == 1
     assert looks(made).samples == 1
     check(made)
 
@@ -455,11 +459,11 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
     begun, go_on = threading.Event(), threading.Event()
     whole = Store.put
 
-    def put(store: Store, path: str, data: Any) -> None:
+    def put(store: Store, path: str, data: Any) -> Any:
         if path.startswith("segments/"):
             begun.set()
             go_on.wait(30)
-        whole(store, path, data)
+        return whole(store, path, data)
 
     monkeypatch.setattr(Store, "put", put)
     yield begun, go_on
