@@ -304,7 +304,8 @@ def test_from_afar_nobody_says_that_lost_samples_wait(world: World) -> None:
         report = world.extract(server)
         rebooting.join()
         (status,) = local_statuses(world.staging)
-        there = len(captured_attempts([status]))
+        # A slow machine makes it ask twice for some.
+        there = len(set(captured_attempts([status]).values()))
         assert report.waiting == there < 60 and report.unconfirmed == 60 - there
         assert not report.complete and not report.passed and "--staging DIR" in report.message
         assert world.extract(server).complete  # a new run takes what is there at its word only
