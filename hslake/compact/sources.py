@@ -81,10 +81,21 @@ class Sources:
         return [path for path, w in self._writers.items() if not w.dead]
 
     def readable(self) -> list[Source]:
-        """The parts that are held and not in trouble."""
+        """The parts that are held and do not rest from a trouble."""
+        rests = self._troubles.rests
         return [
-            s for s in self.parts.values() if not s.freed and not self._troubles.rests(s.info.path)
+            s
+            for s in self.parts.values()
+            if not s.freed and not rests(s.info.path) and not rests(s.info.path / _ROWS)
         ]
+
+    def untried(self) -> bool:
+        """Whether the lake was not asked yet about a part to which nothing more comes, but for
+        those in trouble: whoever does not watch tries them once."""
+        return any(
+            s.final and not s.judged and not self._troubles.there(s.info.path / _ROWS)
+            for s in self.readable()
+        )
 
     def unreadable(self, part: Path, error: Exception) -> None:
         """Its rows cannot be read now, whatever a look at its journal says."""

@@ -63,6 +63,10 @@ class Troubles:
         found = self._now.get(str(key))
         return found is not None and self._clock() < found.until
 
+    def there(self, key: str | Path) -> bool:
+        """Whether `key` is in trouble, resting or not."""
+        return str(key) in self._now
+
     def rest_s(self, key: str | Path) -> float:
         """Seconds for which `key` is still to be left alone."""
         found = self._now.get(str(key))

@@ -149,7 +149,7 @@ class _Run:
             self._step()
             self._line.drain()
             self._sources.bury()
-            return any(s.final and not s.judged for s in self._sources.readable())
+            return self._sources.untried()
         try:
             looked = not self._troubles.rests(_LAKE)
             if looked and self._step():

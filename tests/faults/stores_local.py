@@ -132,8 +132,8 @@ def child(lake: str, staging: str, kind: str, after: int) -> None:
         _begin(kind)
     local._temp = counted
     try:
-        compact(lake, [staging])
-        found = {"kind": "", "text": ""}
+        troubles = compact(lake, [staging]).troubles  # of parts; others go on
+        found = {"kind": "Unavailable" if troubles else "", "text": "".join(troubles)}
     except Exception as error:
         mine = isinstance(error, HslakeError)
         found = {"kind": ("" if mine else "foreign ") + type(error).__name__, "text": str(error)}

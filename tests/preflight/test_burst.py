@@ -27,6 +27,7 @@ from hslake.preflight.burst import SHARE, Burst, compactor_seen
 from hslake.preflight.compaction import measure
 from hslake.preflight.forecast import burst_check, forecast
 from hslake.preflight.probe import Rows
+from hslake.segment.shard import NAME_BYTES
 from hslake.server import Server, new_session
 from hslake.staging import read_part, scan
 from hslake.staging.folder import COMPACT_LOCK
@@ -275,8 +276,10 @@ def test_the_ratio_is_what_the_compactor_reaches(lake: str, staging: Path) -> No
         p.stat().st_size for p in (prefix / "hidden_states" / "c").rglob("*") if p.is_file()
     )
     assert done.raw_bytes == found.tokens * opened.spec.bytes_per_token
-    # A shard's index is all that comes on top: 16 bytes for each of its chunks.
-    index = 16 * len(opened.spec.streams) * opened.spec.geometry.shard_tokens // 256 + 4
+    # A shard's name and index are all that comes on top: 16 bytes for each of its chunks.
+    index = (
+        16 * len(opened.spec.streams) * opened.spec.geometry.shard_tokens // 256 + 4 + NAME_BYTES
+    )
     assert shards == pytest.approx(found.ratio * done.raw_bytes + index, abs=1)
 
 
