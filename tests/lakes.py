@@ -1,15 +1,17 @@
 """Real lakes for tests: planned, written through the StagingWriter, compacted."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hslake
-from hslake import checksum
+from hslake import checksum, tablefile, tablename
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
 from hslake.lake import Lake
@@ -195,3 +197,15 @@ def damage_sample(lake: Lake, sample_id: str) -> None:
     offset, size = (int(x) for x in index[0, chunk])
     data[offset + size // 2] ^= 1
     lake.store.put(path, bytes(data))
+
+
+def replace_table_file(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put other rows into a file of a local table as if they had been committed so: with the file's
+    digest in its name, which the log names, page checksums and all."""
+    body = tablefile.encode(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
+    new = path.with_name(f"{path.name[:59]}{tablename.digest(body)}.parquet")
+    entry = path.parent / "_delta_log" / f"{tablename.version_of(path.name):020d}.json"
+    path.unlink()
+    new.write_bytes(body)
+    text = entry.read_text().replace(path.name, new.name)
+    entry.write_text(re.sub(r'"size":\d+', f'"size":{len(body)}', text))

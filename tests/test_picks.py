@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,7 +10,7 @@ from hslake.compact import compact
 from hslake.errors import Corrupt
 from hslake.picks import mask_fits
 from hslake.staging import scan
-from tests.lakes import MadeLake, make_lake
+from tests.lakes import MadeLake, make_lake, replace_table_file
 
 
 def newest_plan_file(made: MadeLake) -> Path:
@@ -65,7 +64,7 @@ def test_a_mask_that_the_plan_contradicts_is_damage(tmp_path):
     rows = pq.read_table(path).to_pylist()
     for row in rows:
         row["loss_mask"][0] ^= 1
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    replace_table_file(Path(path), rows)
     report = compact(made.url, [made.staging])
     assert report.samples == 0 and report.abandoned == {"loss mask damaged": 1}
     assert not report.passed and name in report.damage[0] and "loss mask" in report.damage[0]

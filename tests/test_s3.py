@@ -206,7 +206,7 @@ def test_uploads_that_nobody_ended(
         assert ok("vacuum", made.url, "--retain", "0s")["uploads"] == []  # somebody may be at work
     ours = ["lake/segments/x/hidden_states/c/0/0/0"]
     retain = ("--retain", "0s")
-    monkeypatch.setattr("hslake.versions.datetime", _Later)
+    monkeypatch.setattr("hslake.versions.vacuuming.datetime", _Later)
     assert ok("vacuum", made.url, *retain, "--dry-run")["uploads"] == ours
     assert ok("vacuum", made.url, *retain)["uploads"] == ours
     assert ok("vacuum", made.url, *retain)["uploads"] == []

@@ -2,17 +2,14 @@
 
 import errno
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import hslake
-from hslake import tablefile, tablename
 from hslake.errors import Corrupt, Missing, Unavailable
 from hslake.segment import inventory, shard
 from hslake.segment.layout import hidden_grid, new_segment_id
@@ -20,7 +17,7 @@ from hslake.segment.write import fill
 from hslake.store import Store
 from hslake.verify import VerifyReport, states, verify
 from tests.faults import flips, flipworld
-from tests.lakes import MadeLake, damage_sample, make_lake
+from tests.lakes import MadeLake, damage_sample, make_lake, replace_table_file
 
 
 @pytest.fixture
@@ -29,19 +26,12 @@ def made(tmp_path: Path) -> MadeLake:
 
 
 def change_row(made: MadeLake, column: str, value: Any) -> str:
-    """Write `value` into the manifest row of a sample as if it had been committed so: with the
-    file's digest in its name, which the log names, page checksums and all."""
+    """Write `value` into the manifest row of a sample as if it had been committed so."""
     (path,) = map(Path, made.lake.manifest_table().files())
     rows = pq.read_table(path).to_pylist()
     name = rows[1]["sample_id"]
     rows[1][column] = value
-    body = tablefile.encode(pa.Table.from_pylist(rows, schema=pq.read_schema(path)))
-    new = path.with_name(f"{path.name[:59]}{tablename.digest(body)}.parquet")
-    path.unlink()
-    new.write_bytes(body)
-    entry = path.parent / "_delta_log" / f"{1:020d}.json"
-    text = entry.read_text().replace(path.name, new.name)
-    entry.write_text(re.sub(r'"size":\d+', f'"size":{len(body)}', text))
+    replace_table_file(path, rows)
     return name
 
 

@@ -86,7 +86,8 @@ def compact(
     """Move complete samples from staging into the lake and free their staging.
 
     With --watch, what is complete is gathered until a segment is full, a sample has waited for
-    --max-age, or a server is short of staging rows; without it, everything complete is taken.
+    --max-age, or a server is short of staging rows or idle; without it, everything complete is
+    taken.
 
     Every sample is checked against the checksum made at capture before it is committed. A crash
     anywhere leaves nothing half visible: run it again. Parts of another lake or model are refused

@@ -1,7 +1,8 @@
 """When what waits in staging is stored: never a commit for every part, never a server that waits.
 
 Decided from staging alone, without a look into the lake. What waits is gathered until a segment is
-full, until the oldest sample has waited for `max_age_s`, or until its live writer is short of rows.
+full, until the oldest sample has waited for `max_age_s`, or until its live writer is short of rows
+or has fallen silent.
 """
 
 import json
@@ -79,7 +80,8 @@ def due(sources: Sources, waiting: Waiting, under_way: Iterable[Key], limit: int
     final = [(s, some) for s, some in found if s.final and some]
     if any(sources.dead(s) for s, _ in final):
         return Due.FINAL
-    if any(is_short(folder) for folder in {s.writer for s, _ in final}):
+    writers = {s.writer for s, _ in final}
+    if any(is_silent(sources, folder) or is_short(folder) for folder in writers):
         return Due.FINAL
     # Whole parts: rows of one that is still filling free nothing.
     if sum(r.length for _, some in final for r in some) >= limit:
@@ -90,6 +92,14 @@ def due(sources: Sources, waiting: Waiting, under_way: Iterable[Key], limit: int
 def settled(sources: Sources, waiting: Waiting) -> list[Source]:
     """Parts to which no row can come and in which nothing waits: they can be let go."""
     return [s for s in sources.readable() if s.final and not s.judged and not waiting.rows(s)]
+
+
+def is_silent(sources: Sources, folder: Path) -> bool:
+    """Whether nothing more is on its way from a live writer: it has sealed all that it has begun,
+    which it does when nothing came for some seconds. At the end of a run nobody waits for more."""
+    return not any(
+        s.writer == folder and not s.final and s.info.reserved for s in sources.parts.values()
+    )
 
 
 def is_short(folder: Path) -> bool:

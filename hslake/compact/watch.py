@@ -36,7 +36,7 @@ _LAKE = "lake"  # key of the troubles with it
 @dataclass(frozen=True)
 class Options:
     """How to compact. `watch`: go on until told to stop, and gather what waits: until a segment is
-    full, a sample has waited for `max_age_s`, or a live writer is short of rows.
+    full, a sample has waited for `max_age_s`, or a live writer is short of rows or idle.
 
     `paranoid`: read every object back whole before its segment is committed, not only a sample of
     its bytes; `segment_tokens`: most tokens of a segment (default: the lake's geometry);

@@ -174,6 +174,17 @@ def test_a_writer_that_runs_short_of_rows_waits_for_no_full_segment(made: MadeLa
     writer.close()
 
 
+def test_a_writer_that_falls_silent_waits_for_no_full_segment(made: MadeLake) -> None:
+    clock = Clock()
+    writer = writer_of(made, 100, 10, clock=clock)
+    made.put(writer, made.plan([60])[0])
+    assert looks(made).samples == 0 and not read_part(writer.folder / "part-000001").sealed
+    clock.ahead = HOUR + 1
+    writer.tick()  # nothing came for so long: it seals what it has
+    assert read_part(writer.folder / "part-000001").sealed and looks(made).samples == 1
+    writer.close()
+
+
 def test_a_quota_of_two_parts_never_comes_to_rest(made: MadeLake) -> None:
     writer = writer_of(made, 100, 2)
     names = made.plan([100, 60, 60, 100, 1, 100])
