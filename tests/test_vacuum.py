@@ -222,3 +222,19 @@ def test_two_at_once(made: MadeLake) -> None:
     condemned = catalog.open_table(store, "manifest").arrow(["op", "segment_id"]).to_pylist()
     names = [r["segment_id"] for r in condemned if r["op"] == "condemn"]
     assert len(names) == len(set(names)) == 2
+
+
+def test_a_segment_that_its_compactor_gives_up_meanwhile(
+    made: MadeLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, orphan = made.lake.store, "01900000-0000-7000-8000-000000000000"
+    store.put(f"segments/{orphan}/zarr.json", b"{}")
+    find = vacuuming._find
+
+    def given_up(*args: object) -> object:
+        store.delete(f"segments/{orphan}/zarr.json")
+        return find(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(vacuuming, "_find", given_up)
+    assert orphan in vacuum(made.url, DAY).segments
+    assert orphan not in stored(made.lake) and verify(made.url).ok

@@ -67,7 +67,7 @@ def vacuum(
     """
     lake = open_lake(lake_url)
     pinned = pins(lake)
-    objects = list(lake.store.list("segments"))
+    objects = lake.store.sizes("segments")  # listed once: a compactor may give its segment up now
     stored = {p.split("/")[1] for p in objects if p.count("/") >= 2}
     # After the list: whatever was committed before it is named.
     state = catalog.open_table(lake.store, "manifest")
@@ -78,7 +78,7 @@ def vacuum(
     keys = tuple(key for key, _ in uploads)
     hidden = tuple(sorted(s for s, why in found.remove.items() if why == _HIDDEN))
     size = sum(left.values())
-    size += sum(lake.store.size(p) for p in objects if p.split("/")[1] in found.remove)
+    size += sum(n for p, n in objects.items() if p.split("/")[1] in found.remove)
     if dry_run:
         names = tuple(sorted(found.remove))
         return VacuumReport(names, size, False, tuple(left), hidden, found.keep, keys)
