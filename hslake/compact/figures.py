@@ -5,8 +5,8 @@ from typing import Any
 
 import hslake
 from hslake.compactreport import CompactReport
+from hslake.staging.metrics import LABELS, WRITERS, labels
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # (name, kind, key of `figures`, help)
 _FIGURES = (
     ("samples", "counter", "samples", "Samples committed."),
@@ -34,15 +34,6 @@ _FIGURES = (
     ("damage", "gauge", "damage_count", "Damage that was found in staging."),
     ("refused", "gauge", "refused_count", "Writers of another lake, model or user."),
     ("last_commit_timestamp_seconds", "gauge", "committed_at", "Unix time of the last commit."),
-)
-_WRITERS = (
-    ("captured_samples", "counter", "samples_captured", "Samples that are complete in staging."),
-    ("captured_tokens", "counter", "tokens_captured", "Tokens of these samples."),
-    ("captured_bytes", "counter", "bytes_captured", "Raw bytes of these samples, all streams."),
-    ("free_rows", "gauge", "free_rows", "Staging rows that can be reserved now."),
-    ("capacity_rows", "gauge", "capacity_rows", "Staging rows of all parts that can be had."),
-    ("writer_armed", "gauge", "armed", "1 while this writer captures."),
-    ("writer_alive", "gauge", "alive", "1 while the writer's process lives."),
 )
 
 
@@ -88,9 +79,9 @@ def prometheus(document: Mapping[str, Any]) -> str:
         lines += _family(f"hslake_compactor_{name}", kind, text, [(lake, own[key] or 0)])
     given_up = [({**lake, "reason": why}, n) for why, n in own["abandoned"].items()]
     lines += _family("hslake_compactor_abandoned", "counter", "Samples given up.", given_up)
-    writers = [(_labels(w), w) for w in document["writers"]]
-    for name, kind, key, text in _WRITERS:
-        values = [(labels, w[key]) for labels, w in writers]
+    writers = [(dict(zip(LABELS, labels(w), strict=True)), w) for w in document["writers"]]
+    for name, kind, key, text in WRITERS:
+        values = [(of, w[key]) for of, w in writers]
         lines += _family(f"hslake_{name}", kind, text, values)
     return "\n".join(lines) + "\n"
 
@@ -100,18 +91,10 @@ def _family(
 ) -> list[str]:
     full = f"{name}_total" if kind == "counter" else name
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-    for labels, value in values:
-        told = ",".join(f'{k}="{_escaped(v)}"' for k, v in labels.items())
+    for of, value in values:
+        told = ",".join(f'{k}="{_escaped(v)}"' for k, v in of.items())
         lines.append(f"{full}{{{told}}} {float(value):.17g}")
     return lines
-
-
-def _labels(writer: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "writer": str(writer["writer"]),
-        "dp_rank": str(writer["engine"].get("dp_rank", "")),
-        "lake": str(writer["lake_id"] or ""),
-    }
 
 
 def _escaped(text: str) -> str:

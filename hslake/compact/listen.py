@@ -18,10 +18,11 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from hslake.compact.figures import CONTENT_TYPE, figures, prometheus
+from hslake.compact.figures import figures, prometheus
 from hslake.compactreport import CompactReport
 from hslake.errors import HslakeError, InvalidInput, without_secrets
 from hslake.server import API_KEY, STATUS_PATH
+from hslake.staging.metrics import CONTENT_TYPE
 from hslake.staging.status import StatusReader, document, parse_since
 
 log = logging.getLogger("hslake.compact")

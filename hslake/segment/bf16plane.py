@@ -22,21 +22,11 @@ from zarr.abc.codec import BytesBytesCodec
 from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer
 
+from hslake.segment.literals import compressor
+
 NAME = "hslake.bf16plane"
 _MAGIC = b"HSP2"
 _HEADER = struct.Struct("<4sIII")
-# A hash table of 64 entries and the longest minimum match: next to no match is found, so a block
-# is Huffman-coded literals. The window must hold a whole 128 KiB block.
-_PARAMETERS = zstandard.ZstdCompressionParameters(
-    window_log=17,
-    chain_log=6,
-    hash_log=6,
-    search_log=1,
-    min_match=7,
-    target_length=0,
-    strategy=zstandard.STRATEGY_FAST,
-    write_content_size=True,
-)
 # Values split and joined at a time: what NumPy passes over several times must stay in the cache
 # (four times faster than whole chunks), while a call into NumPy must be worth its overhead.
 _BLOCK = 1 << 17
@@ -45,12 +35,6 @@ _SIGN, _MANTISSA = np.uint16(0x80), np.uint16(0x7F)
 _SIGN_AND_MANTISSA = np.uint16(0x807F)
 _SEVEN, _EIGHT = np.uint16(7), np.uint16(8)
 _local = threading.local()  # zstandard's contexts are not thread-safe
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-    return _local.compressor
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
@@ -66,7 +50,7 @@ def encode(data: Any) -> bytes:
         raise ValueError(f"{NAME} encodes 16-bit values, found {flat.size} bytes")
     exponents, low = _planes(flat.size // 2)
     _split(flat.view("<u2"), exponents, low)
-    frame = _compressor().compress(exponents.data)
+    frame = compressor().compress(exponents.data)
     raw = low[: _used(low)].data
     return b"".join([_HEADER.pack(_MAGIC, low.size, len(frame), len(raw)), frame, raw])
 

@@ -19,7 +19,8 @@ import struct
 import threading
 
 import numpy as np
-import zstandard
+
+from hslake.segment.literals import compressor
 
 TYPESIZE = 2
 LEAST = 1024  # bytes: shorter blocks are never split
@@ -30,19 +31,7 @@ _FLAGS = 4 << 5 | 1  # zstd, byte shuffle; blocks are split (bit 4 is not set)
 _PIECE = 1 << 16  # values shuffled at a time, which stay in the cache
 _TAIL = 1 << 12  # zero bytes at a plane's end that tell of padding
 _EIGHT = np.uint16(8)
-# A hash table of 64 entries and the longest minimum match: next to no match is found, so that a
-# zstd block is Huffman-coded literals. The window must hold a whole block of 128 KiB.
-_LITERALS = zstandard.ZstdCompressionParameters(
-    window_log=17,
-    chain_log=6,
-    hash_log=6,
-    search_log=1,
-    min_match=7,
-    target_length=0,
-    strategy=zstandard.STRATEGY_FAST,
-    write_content_size=True,
-)
-_local = threading.local()  # zstandard's contexts are not thread-safe
+_local = threading.local()
 
 
 def encode(bits: np.ndarray, block: int) -> bytes:
@@ -93,7 +82,5 @@ def _code(plane: np.ndarray, *, keep: bool) -> bytes | memoryview:
     """A stream of `plane`: with `keep` the plane itself unless it ends in padding."""
     if keep and plane[-_TAIL:].any():
         return plane.data
-    if not hasattr(_local, "literals"):
-        _local.literals = zstandard.ZstdCompressor(compression_params=_LITERALS)
-    coded: bytes = _local.literals.compress(plane.data)
+    coded = compressor().compress(plane.data)
     return coded if len(coded) < plane.size else plane.data

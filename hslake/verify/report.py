@@ -23,10 +23,7 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What was looked at and what was found. `warnings` may be harmless.
-
-    X
-    """
+    """What was looked at and what was found. `warnings` may be harmless."""
 
     level: str
     samples: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from hslake.errors import HslakeError, InvalidInput
 from hslake.staging import StatusReader
+from hslake.staging.metrics import CONTENT_TYPE
 from hslake.staging.status import document, parse_since
 from hslake_sglang import metrics, report, settings, versions
 from hslake_sglang.report import Told
@@ -64,7 +65,7 @@ def mount(app: Any, staging: Path, run: str) -> None:
     def prometheus() -> Response:
         try:
             page = metrics.text(answer(reader, run, None, memory, limit=0), about)
-            return Response(page, media_type=metrics.CONTENT_TYPE)
+            return Response(page, media_type=CONTENT_TYPE)
         except ImportError as error:
             what, code = f"{error}: install prometheus_client beside SGLang", 501
         except Exception as error:

@@ -7,24 +7,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hslake.staging.metrics import LABELS, WRITERS, labels
 from hslake.staging.status import NO_FIGURES
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LABELS = ("writer", "dp_rank", "lake")
 _STATES = ("open", "sealed", "done")
 
 # (name, kind, key in a writer's status or its "hook", help)
 _FIGURES = (
-    ("captured_samples", "counter", "samples_captured", "Samples that are complete in staging."),
-    ("captured_tokens", "counter", "tokens_captured", "Tokens of these samples."),
-    ("captured_bytes", "counter", "bytes_captured", "Raw bytes of these samples, all streams."),
-    ("free_rows", "gauge", "free_rows", "Staging rows that can be reserved now."),
-    (
-        "capacity_rows",
-        "gauge",
-        "capacity_rows",
-        "Staging rows of all parts that can be had.",
-    ),
+    *WRITERS,
     ("forwards", "counter", "forwards", "Forward passes whose rows were taken."),
     ("forward_seconds", "counter", "forward_s", "Time forward passes spent in the hook."),
     ("forwards_in_flight", "gauge", "in_flight", "Forward passes with copies not yet complete."),
@@ -33,8 +23,6 @@ _FIGURES = (
     ("copy_max_seconds", "gauge", "copy_max_s", "Longest copy from device to staging."),
     ("gpu_memory_bytes", "gauge", "gpu_bytes", "GPU memory the capture may take on this rank."),
     ("gpu_alloc_retries", "counter", "gpu_retries", "Allocations that freed kept memory first."),
-    ("writer_armed", "gauge", "armed", "1 while this writer captures."),
-    ("writer_alive", "gauge", "alive", "1 while the writer's process lives."),
     ("status_timestamp_seconds", "gauge", "updated_at", "Unix time of these figures."),
 )
 
@@ -52,7 +40,7 @@ class Collector:
         document = self._document
         kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
         writers = [
-            (_labels(w), {**NO_FIGURES, **w.get("hook", {}), **w}) for w in _writers(document)
+            (labels(w), {**NO_FIGURES, **w.get("hook", {}), **w}) for w in _writers(document)
         ]
         yield core.GaugeMetricFamily(
             "hslake_armed", "1 while every rank of this server captures.", document["armed"]
@@ -62,34 +50,34 @@ class Collector:
         yield about
         yield core.GaugeMetricFamily("hslake_writers", "Writers of this server.", len(writers))
         for name, kind, key, text in _FIGURES:
-            family = kinds[kind](f"hslake_{name}", text, labels=_LABELS)
-            for labels, figures in writers:
-                family.add_metric(labels, figures[key])
+            family = kinds[kind](f"hslake_{name}", text, labels=LABELS)
+            for of, figures in writers:
+                family.add_metric(of, figures[key])
             yield family
         copies = core.SummaryMetricFamily(
-            "hslake_copy_seconds", "Copies from device to staging.", labels=_LABELS
+            "hslake_copy_seconds", "Copies from device to staging.", labels=LABELS
         )
         parts = core.GaugeMetricFamily(
-            "hslake_parts", "Staging parts by state.", labels=(*_LABELS, "state")
+            "hslake_parts", "Staging parts by state.", labels=(*LABELS, "state")
         )
         dropped = core.CounterMetricFamily(
             "hslake_dropped_attempts",
             "Attempts not captured; the driver asks again.",
-            labels=(*_LABELS, "reason"),
+            labels=(*LABELS, "reason"),
         )
         oldest = core.GaugeMetricFamily(
             "hslake_oldest_sealed_part_age_seconds",
             "How long a sealed part has waited for the compactor; 0 without one.",
-            labels=_LABELS,
+            labels=LABELS,
         )
-        for labels, figures in writers:
+        for of, figures in writers:
             for kind, count in figures["dropped_by"].items():
-                dropped.add_metric((*labels, kind.replace(" ", "_")), count)
-            oldest.add_metric(labels, _waiting(figures["parts"]))
-            copies.add_metric(labels, int(figures["copies"]), figures["copy_s"])
+                dropped.add_metric((*of, kind.replace(" ", "_")), count)
+            oldest.add_metric(of, _waiting(figures["parts"]))
+            copies.add_metric(of, int(figures["copies"]), figures["copy_s"])
             states = [part["state"] for part in figures["parts"]]
             for state in _STATES:
-                parts.add_metric((*labels, state), states.count(state))
+                parts.add_metric((*of, state), states.count(state))
         yield from (dropped, oldest, copies, parts)
 
 
@@ -101,14 +89,6 @@ def _waiting(parts: Sequence[Mapping[str, Any]]) -> float:
 
 def _writers(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(document["writers"])
-
-
-def _labels(writer: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        str(writer["writer"]),
-        str(writer["engine"].get("dp_rank", "")),
-        str(writer["lake_id"] or ""),
-    )
 
 
 def text(document: Mapping[str, Any], versions: Mapping[str, str]) -> bytes:
