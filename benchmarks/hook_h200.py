@@ -5,6 +5,7 @@
     python benchmarks/hook_h200.py --model DIR --tp 2 --modes none,hslake --merge FILE --out FILE
     python benchmarks/hook_h200.py --model DIR --endurance 5000000 --staging-bytes 8e9
     python benchmarks/hook_h200.py --model DIR --endurance 5000000 --modes none,torch_save,http
+    python benchmarks/hook_h200.py --model DIR --tp 2 --dp-attention 2 --port 20000 --after PID
     python benchmarks/hook_h200.py --merge A.json B.json --report-only --out FILE
     python benchmarks/hook_h200.py --smoke --model SMOLLM2 --sglang-python PYTHON   # no GPU
 
@@ -17,7 +18,9 @@ servers run side by side on the same GPUs and take turns, so that a drifting clo
 meets all of them; of eight cores or more they get one half, and the load generator and the
 compactor the other. After every hslake run everything it sent must be in the lake, once, and is
 decoded and verified; then the segment's files are removed (in this benchmark only: disks are
-small). Stops starting runs when --time-limit comes near, and says what is missing.
+small). Stops starting runs when --time-limit comes near, and says what is missing. Where a machine is
+lent by the minute, two calls can start their servers together (--port apart) and measure one after
+the other (--after), or each on its own GPU (CUDA_VISIBLE_DEVICES, taskset).
 Writes benchmarks/results/hook_h200.json.
 """
 
@@ -93,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sglang-python", type=Path, default=Path(sys.executable))
     add("--part-tokens", type=int, default=32_768)
     add("--staging-bytes", type=float, help="quota [default: what a run needs, or 8e9]")
+    add("--port", type=int, default=18_000, help="of the first server; others up to 15,000 above")
+    add("--after", type=int, metavar="PID", help="start now, measure when this process has ended")
     add("--lake-dir", default="auto", help="folder of the lake; auto: /tmp, or RAM if it is slow")
     add("--endurance", type=float, default=0, metavar="TOKENS", help="then cells if --modes names")
     add("--time-limit", type=float, default=570.0, help="seconds of this call")
@@ -146,6 +151,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         part_tokens=part,
         staging_bytes=int(args.staging_bytes or (8e9 if args.endurance else 0)),
         lake_dir=args.lake_dir,
+        port=args.port,
         ready=args.ready,
         smoke=args.smoke,
     )
@@ -240,6 +246,7 @@ class Bench:
                 self.side = LakeSide(lake, staging, self.work / "compact.log")
                 self.side.start_compactor()
                 self._parts_made()
+            self._await()
             self._measure(spec, saved)
         finally:
             self._end()
@@ -296,6 +303,14 @@ class Bench:
         for one in self.servers[HSLAKE]:
             now = lakeside.totals(lakeside.status(one.url))
             print(f"staging: {now['parts']} parts, {now['capacity_rows']:,} rows", flush=True)
+
+    def _await(self) -> None:
+        """Wait for the process of --after: two calls that measure at once would disturb each
+        other."""
+        while self.args.after and Path(f"/proc/{self.args.after}").exists():
+            if self.clock.left() <= 0:
+                raise SystemExit(f"--after {self.args.after}: it still runs, and time is over")
+            time.sleep(0.2)
 
     def _measure(self, spec: Any, saved: Path) -> None:
         if self.args.endurance and HSLAKE in self.servers and self.side is not None:

@@ -42,6 +42,7 @@ def some_settings(**changes: Any) -> Settings:
         "part_tokens": 1024,
         "staging_bytes": 0,
         "lake_dir": "auto",
+        "port": 18_000,
         "ready": 60.0,
         "smoke": False,
     }

@@ -25,7 +25,8 @@ from benchmarks.hook.servers import group_of
 from benchmarks.hook.settings import Settings
 
 Row = dict[str, Any]
-SERIES = ("gpu", "server_anon", "server_shm", "dev_shm", "available", "staging", "lake")
+SERIES = ("gpu", "server_anon", "server_shm", "compactor_anon", "extract_anon")
+SERIES += ("dev_shm", "available", "staging", "lake")
 _LINE_S = 20.0
 
 
@@ -75,11 +76,14 @@ def endurance(
     argv = [*CLI, "extract", side.lake, "--server", server.url, "--json"]
     argv += ["--concurrency", str(max(s.concurrency))]
     folders = {"staging": side.staging, "lake": Path(side.lake)}
-    memory = Memory(group_of(server), folders, every=1.0 if s.smoke else 5.0)
     reaper, start, line = Reaper(side), time.monotonic(), time.monotonic()
     ended = "the whole plan is captured"
     with log.open("wb") as errors:
         driver = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors)
+        processes = {"extract_anon": driver.pid}
+        if side.compactor is not None:
+            processes["compactor_anon"] = side.compactor.pid
+        memory = Memory(group_of(server), folders, processes, every=1.0 if s.smoke else 5.0)
         while driver.poll() is None:
             reaper.step()
             if time.monotonic() - line > _LINE_S:

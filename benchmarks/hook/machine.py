@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-_QUERY = ("nvidia-smi", "--format=csv,noheader,nounits")
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+_QUERY = ("nvidia-smi", "--format=csv,noheader,nounits", *(("-i", _VISIBLE) if _VISIBLE else ()))
 _VERSIONS = """
 import json, importlib.metadata as m, platform
 def v(n):
@@ -97,11 +98,19 @@ def write_speed(folder: Path, size: int = 1 << 30) -> float:
 class Memory:
     """Samples GPU and host memory every `every` seconds in a thread, until `stop`.
 
-    `group`: process group of a server; `folders`: name -> a folder whose bytes are counted.
+    `group`: process group of a server; `folders`: name -> a folder whose bytes are counted;
+    `processes`: name -> one more process whose anonymous memory is.
     """
 
-    def __init__(self, group: int, folders: dict[str, Path], every: float = 5.0) -> None:
+    def __init__(
+        self,
+        group: int,
+        folders: dict[str, Path],
+        processes: dict[str, int],
+        every: float = 5.0,
+    ) -> None:
         self.group, self.folders, self.every = group, folders, every
+        self.processes = processes
         self.samples: list[dict[str, float]] = []
         self._over = threading.Event()
         self._start = time.monotonic()
@@ -128,6 +137,8 @@ class Memory:
         found |= _host()
         anon, shared = _group_memory(self.group)
         found |= {"server_anon": anon, "server_shm": shared}
+        for name, process in self.processes.items():
+            found[name] = _anonymous(Path(f"/proc/{process}"))
         found["dev_shm"] = float(shutil.disk_usage("/dev/shm").used)
         found |= {name: _folder_bytes(folder) for name, folder in self.folders.items()}
         return found
@@ -146,13 +157,26 @@ def _group_memory(group: int) -> tuple[float, float]:
         try:
             if int(stat.read_text().rpartition(")")[2].split()[2]) != group:
                 continue
-            lines = (stat.parent / "status").read_text().splitlines()
+            of = _status(stat.parent)
         except (OSError, ValueError, IndexError):
             continue
-        of = {k: v for k, _, v in (line.partition(":") for line in lines)}
-        anon += float(of.get("RssAnon", "0").split()[0]) * 1024
-        shared = max(shared, float(of.get("RssShmem", "0").split()[0]) * 1024)
+        anon += of.get("RssAnon", 0.0)
+        shared = max(shared, of.get("RssShmem", 0.0))
     return anon, shared
+
+
+def _anonymous(process: Path) -> float:
+    try:
+        return _status(process).get("RssAnon", 0.0)
+    except OSError:  # it has ended
+        return 0.0
+
+
+def _status(process: Path) -> dict[str, float]:
+    """Memory of a process by the names of /proc/PID/status, in bytes."""
+    lines = (process / "status").read_text().splitlines()
+    sizes = (line.removesuffix(" kB").split(":") for line in lines if line.endswith(" kB"))
+    return {name: float(value) * 1024 for name, value in sizes}
 
 
 def _folder_bytes(folder: Path) -> float:

@@ -21,7 +21,7 @@ from hslake.spec import LakeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "hslake_bench_torch_save"
-_FIRST_PORT, _PORTS_EACH = 18_000, 1_500  # SGLang takes further ports up to 1,000 above its own
+_PORTS_EACH = 1_500  # SGLang takes further ports up to 1,000 above its own
 
 
 def common_args(s: Settings) -> list[str]:
@@ -79,7 +79,7 @@ def make_server(
     the torch_save one writes to."""
     order = (NONE, TORCH_SAVE, HTTP, HSLAKE)
     place = order.index(mode) + number * len(order)
-    port = _FIRST_PORT + _PORTS_EACH * place + os.getpid() % 400
+    port = s.port + _PORTS_EACH * place + os.getpid() % 400
     log, args, env = work / f"server-{mode}-{number}.log", common_args(s), common_env(s)
     if mode == HSLAKE:
         return ServerProcess.for_lake(

@@ -46,6 +46,7 @@ class Settings:
     part_tokens: int
     staging_bytes: int
     lake_dir: str
+    port: int
     ready: float
     smoke: bool
 
