@@ -18,9 +18,9 @@ servers run side by side on the same GPUs and take turns, so that a drifting clo
 meets all of them; of eight cores or more they get one half, and the load generator and the
 compactor the other. After every hslake run everything it sent must be in the lake, once, and is
 decoded and verified; then the segment's files are removed (in this benchmark only: disks are
-small). Stops starting runs when --time-limit comes near, and says what is missing. Where a machine is
-lent by the minute, two calls can start their servers together (--port apart) and measure one after
-the other (--after), or each on its own GPU (CUDA_VISIBLE_DEVICES, taskset).
+small). Stops starting runs when --time-limit comes near, and says what is missing. Where a machine
+is lent by the minute, two calls can start their servers together (--port apart) and measure one
+after the other (--after), or each on its own GPU (CUDA_VISIBLE_DEVICES, taskset).
 Writes benchmarks/results/hook_h200.json.
 """
 
