@@ -97,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
     add("--part-tokens", type=int, default=32_768)
     add("--staging-bytes", type=float, help="quota [default: what a run needs, or 8e9]")
     add("--port", type=int, default=18_000, help="of the first server; others up to 15,000 above")
-    add("--after", type=int, metavar="PID", help="start now, measure when this process has ended")
+    add("--after", type=int, nargs="+", default=[], metavar="PID", help="measure after they ended")
+    add("--pause-compactor", action="store_true", help="stop it while runs are timed: its share")
     add("--lake-dir", default="auto", help="folder of the lake; auto: /tmp, or RAM if it is slow")
     add("--endurance", type=float, default=0, metavar="TOKENS", help="then cells if --modes names")
     add("--time-limit", type=float, default=570.0, help="seconds of this call")
@@ -243,7 +244,8 @@ class Bench:
             for _, one in self._everyone():
                 machine.pin(servers.processes_of(one), theirs)
             if HSLAKE in self.servers:
-                self.side = LakeSide(lake, staging, self.work / "compact.log")
+                log = self.work / "compact.log"
+                self.side = LakeSide(lake, staging, log, pausing=self.args.pause_compactor)
                 self.side.start_compactor()
                 self._parts_made()
             self._await()
@@ -305,12 +307,13 @@ class Bench:
             print(f"staging: {now['parts']} parts, {now['capacity_rows']:,} rows", flush=True)
 
     def _await(self) -> None:
-        """Wait for the process of --after: two calls that measure at once would disturb each
+        """Wait for the processes of --after: calls that measure at once would disturb each
         other."""
-        while self.args.after and Path(f"/proc/{self.args.after}").exists():
-            if self.clock.left() <= 0:
-                raise SystemExit(f"--after {self.args.after}: it still runs, and time is over")
-            time.sleep(0.2)
+        for process in self.args.after:
+            while Path(f"/proc/{process}").exists():
+                if self.clock.left() <= 0:
+                    raise SystemExit(f"--after {process}: it still runs, and time is over")
+                time.sleep(0.2)
 
     def _measure(self, spec: Any, saved: Path) -> None:
         if self.args.endurance and HSLAKE in self.servers and self.side is not None:

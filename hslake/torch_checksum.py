@@ -29,8 +29,8 @@ def _has_triton() -> bool:
     return hasattr(triton, "jit")
 
 
-def row_digests(rows: torch.Tensor) -> torch.Tensor:
-    """Digests of `rows` [n, hidden] as an int64 tensor [4, n] on their device: what
+def row_digests(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Digests of `rows` [n, hidden] as an int64 tensor [4, n] on their device, or into `out`: what
     hslake.checksum.fold takes. Does not wait for the device.
 
     `rows`: bfloat16, float16 or float32, contiguous along the last axis. float32 counts as two
@@ -38,7 +38,8 @@ def row_digests(rows: torch.Tensor) -> torch.Tensor:
     """
     lanes = rows.shape[1] * rows.element_size() // 2
     weights = _lane_weights(lanes, rows.device)
-    out = torch.empty((4, len(rows)), dtype=torch.int64, device=rows.device)
+    if out is None:
+        out = torch.empty((4, len(rows)), dtype=torch.int64, device=rows.device)
     if rows.is_cuda and _has_triton():
         from hslake.torch_kernel import row_digests as on_device
 

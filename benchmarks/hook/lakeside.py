@@ -5,15 +5,17 @@ machine with a small disk could not hold all runs. The manifest keeps naming the
 be thrown away afterwards.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +46,11 @@ class Found:
 
 
 class LakeSide:
-    """One lake, its staging, a compactor beside it, and processes that verify."""
+    """One lake, its staging, a compactor beside it, and processes that verify. With `pausing` the
+    compactor stands still while a run is timed, which tells what it costs the server."""
 
-    def __init__(self, lake: str, staging: Path, log: Path) -> None:
-        self.lake, self.staging, self.log = lake, staging, log
+    def __init__(self, lake: str, staging: Path, log: Path, *, pausing: bool = False) -> None:
+        self.lake, self.staging, self.log, self.pausing = lake, staging, log, pausing
         self.compactor: subprocess.Popen[bytes] | None = None
         # Spawned: a fork would inherit the connections of this process.
         context = multiprocessing.get_context("spawn")
@@ -59,6 +62,18 @@ class LakeSide:
         argv = [*CLI, "compact", self.lake, "--staging", str(self.staging), "--watch"]
         with self.log.open("ab") as out:
             self.compactor = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a timed run."""
+        pausing = self.compactor if self.pausing else None
+        if pausing is not None:
+            pausing.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if pausing is not None:
+                pausing.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End the compactor in order, and the verifying processes."""

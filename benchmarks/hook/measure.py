@@ -1,5 +1,6 @@
 """The runs of all cells, interleaved, until they are done or time is over."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -158,7 +159,8 @@ class Measure:
                 load.send(server.url, [*self._requests(batches[0], NONE)], at_once, limit)
             heated = load.send(server.url, warm, at_once, limit, credits=credits)
             limit = max(1.0, self.clock.left())
-            found = load.send(server.url, timed, at_once, limit, credits=credits)
+            with self.side.timed() if self.side else contextlib.nullcontext():
+                found = load.send(server.url, timed, at_once, limit, credits=credits)
         finally:
             if deleter:
                 deleter.stop()

@@ -68,8 +68,8 @@ def plan_runs(lake: str, s: Settings, folder: Path) -> int:
 
 
 def plan_lengths(lake: str, s: Settings, tokens: int, folder: Path) -> int:
-    """Plan about `tokens` tokens of samples as long as real ones: log-normal, mean 878, at most
-    8,192 (in a smoke test a sixteenth of that); returns the tokens planned."""
+    """Plan `tokens` tokens or a few more of samples as long as real ones: log-normal, mean 878, at
+    most 8,192 (in a smoke test a sixteenth of that); returns the tokens planned."""
     vocab, rng = vocabulary(s.model), np.random.default_rng(878)
     scale = 16 if s.smoke else 1
     lengths = _lengths(rng, tokens, MEAN_TOKENS // scale, LONGEST // scale)
@@ -88,7 +88,10 @@ def _lengths(rng: np.random.Generator, tokens: int, mean: int, longest: int) -> 
         middle = (low + high) / 2
         cut = np.clip(shape * middle, 1, longest)
         low, high = (middle, high) if cut.mean() < mean else (low, middle)
-    return [int(n) for n in np.clip(shape * low, 1, longest)]
+    lengths = [int(n) for n in np.clip(shape * low, 1, longest)]
+    while sum(lengths) < tokens:
+        lengths.append(mean)
+    return lengths
 
 
 def _named(batch: Batch, vocab: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -217,7 +217,10 @@ class StagingWriter:
             waiting = self._unwritten
             # Gone at once: written twice, all later ones would be misplaced.
             self._events.append_each(list(waiting), lambda: waiting.pop(0))
-            self._write_status()
+            if self._buffered:  # whoever writes so has little time: the next tick does it
+                self._status_due = True
+            else:
+                self._write_status()
 
     def tick(self) -> None:
         """Recycle finished parts, seal those that are to go, give up attempts that went silent,

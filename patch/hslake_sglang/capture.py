@@ -30,6 +30,8 @@ MAX_WAIT_S = 1.0  # of one forward: a blocked forward trips SGLang's watchdog
 _POLL_S = 0.02
 _PUMP_S = 0.05  # between looks at copies while no forward comes by
 _TICK_S = 0.25
+_LAUNCH_S = 1.0  # launching a forward takes less, or something is wrong with it
+_NEXT_S = 0.05  # from the end of a forward's launch to the next one, while there is work
 _AFTER_FAILURE_S = 5.0
 _DRAIN_S = 5.0  # of an orderly end
 _REMEMBERED = 100_000
@@ -68,6 +70,7 @@ class Capture:
         self._seen = False  # whether requests of the lake have come: the server is up then
         self._deadline = 0.0  # of all waiting in this forward
         self._waited = 0.0  # seconds of it so far
+        self._busy_until = 0.0  # by then the server's own thread comes by again
         self._no_space: str | None = None  # why this forward's further samples find no room
         self._lost: Counter[str] = Counter()  # attempts that this forward loses, by reason
         self._stop = threading.Event()
@@ -144,6 +147,7 @@ class Capture:
         self._rows = real_rows(lengths)
         if not self._rows:
             return
+        self._busy_until = time.monotonic() + _LAUNCH_S
         prefixes = batch.extend_prefix_lens_cpu
         self._pieces = split_batch(batch.rids or [], lengths, prefixes, self.spec.lake8)
         self._deadline, self._waited = time.monotonic() + MAX_WAIT_S, 0.0
@@ -176,8 +180,8 @@ class Capture:
             found = [(piece, self._place(piece, batch)) for piece in self._pieces]
             placed = [(piece, place) for piece, place in found if place is not None]
             if placed:
+                # Journalled together with what lands next: one frame costs less than two.
                 with self._lock:
-                    self.writer.flush()
                     for piece, place in placed:
                         place.issued += piece.count
                         place.part.in_flight += 1
@@ -185,6 +189,7 @@ class Capture:
                     self._copies.start(placed, streams, batch.input_ids[:rows])
         finally:
             self.figures.waited(self._waited)
+            self._busy_until = time.monotonic() + _NEXT_S
             self._forget()
 
     def _forget(self) -> None:
@@ -220,7 +225,6 @@ class Capture:
             if self.writer.wrote(place, piece.position, piece.count, checksums, stats):
                 self._remember(piece.rid.attempt)
         self.writer.flush()
-        self._tick()
 
     def _settle(self, flight: Flight) -> None:
         for _, place in flight.pieces:
@@ -284,9 +288,9 @@ class Capture:
         if self._side is not None:
             self._side.enter()
         ticked = time.monotonic()
-        while not self._stop.wait(_PUMP_S):
+        while not self._stop.wait(self._pause()):
             try:
-                if self._copies.in_flight:
+                if self._copies.in_flight and not self._busy():
                     self._pump()
                 if time.monotonic() - ticked < _TICK_S:
                     continue
@@ -303,6 +307,15 @@ class Capture:
                     log_failure("the upkeep failed", error)
                     self.disarm(f"upkeep: {type(error).__name__}: {error}")
                 self._stop.wait(_AFTER_FAILURE_S)  # what is in staging must still get out
+
+    def _busy(self) -> bool:
+        """Whether the server's own thread launches a forward or is about to, and lands copies
+        itself: what Python does beside it, it has to wait for, again and again."""
+        return time.monotonic() < self._busy_until
+
+    def _pause(self) -> float:
+        """Seconds that the upkeep thread sleeps."""
+        return min(_TICK_S, max(_PUMP_S, self._busy_until - time.monotonic()))
 
     def _make_part(self, path: Path) -> None:
         """Without the lock: allocating and page-locking gigabytes takes seconds."""

@@ -175,7 +175,11 @@ def wait_below(copies: Copies, limit: int, deadline: float, pump: Callable[[], N
 
 def _launch(flight: Flight) -> None:
     flight.started = time.monotonic()
-    digests = torch.stack([row_digests(stream) for stream in flight.streams])
+    first = flight.streams[0]
+    shape = (len(flight.streams), 4, len(first))
+    digests = torch.empty(shape, dtype=torch.int64, device=first.device)
+    for stream, out in zip(flight.streams, digests, strict=True):
+        row_digests(stream, out)
     if digests.is_cuda:
         flight.digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
         flight.digests.copy_(digests, non_blocking=True)
