@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sglang-python", type=Path, default=Path(sys.executable))
     add("--part-tokens", type=int, default=32_768)
     add("--staging-bytes", type=float, help="quota [default: what a run needs, or 8e9]")
+    add("--jitter", type=float, default=0.03, help="seconds: longest pause before a request")
     add("--port", type=int, default=18_000, help="of the first server; others up to 15,000 above")
     add("--after", type=int, nargs="+", default=[], metavar="PID", help="measure after they ended")
     add("--pause-compactor", action="store_true", help="stop it while runs are timed: its share")
@@ -153,6 +154,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         staging_bytes=int(args.staging_bytes or (8e9 if args.endurance else 0)),
         lake_dir=args.lake_dir,
         port=args.port,
+        jitter=args.jitter,
         ready=args.ready,
         smoke=args.smoke,
     )
@@ -236,6 +238,7 @@ class Bench:
                     "staging_bytes": s.staging_bytes,
                     "lake_on": "/dev/shm" if folder == self.ram else str(folder.parent),
                     "disk_bytes_per_second": speed,
+                    "jitter": s.jitter,
                     "parser": _parser_name(),
                 }
             )

@@ -43,6 +43,7 @@ def some_settings(**changes: Any) -> Settings:
         "staging_bytes": 0,
         "lake_dir": "auto",
         "port": 18_000,
+        "jitter": 0.0,
         "ready": 60.0,
         "smoke": False,
     }

@@ -8,6 +8,7 @@ refuse it).
 import asyncio
 import contextlib
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,18 +68,31 @@ def request(rid: str, ids: Sequence[int], mode: str) -> Request:
 
 
 def send(
-    url: str, requests: Sequence[Request], in_flight: int, limit: float, *, credits: bool = False
+    url: str,
+    requests: Sequence[Request],
+    in_flight: int,
+    limit: float,
+    *,
+    credits: bool = False,
+    jitter: float = 0.0,
 ) -> Load:
     """Send all, `in_flight` at once, and read and parse every answer; at most `limit` seconds.
 
-    `credits`: send no more than fits the server's staging, as `hslake extract` does.
+    `credits`: send no more than fits the server's staging, as `hslake extract` does. `jitter`:
+    each request waits for up to so many seconds first, the same ones in every call.
     """
-    return asyncio.run(_send(url, requests, in_flight, limit, credits))
+    return asyncio.run(_send(url, requests, in_flight, limit, credits, jitter))
 
 
 async def _send(
-    url: str, requests: Sequence[Request], in_flight: int, limit: float, credits: bool
+    url: str,
+    requests: Sequence[Request],
+    in_flight: int,
+    limit: float,
+    credits: bool,
+    jitter: float,
 ) -> Load:
+    rng = random.Random(0)
     load, rest = Load(started=time.time()), iter(requests)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=limit)
@@ -91,6 +105,8 @@ async def _send(
 
         async def work() -> None:
             for one in rest:
+                if jitter:
+                    await asyncio.sleep(rng.uniform(0, jitter))
                 if room:
                     load.waited += await room.take(one.tokens)
                 await _one(session, url, one, load)

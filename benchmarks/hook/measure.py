@@ -160,7 +160,9 @@ class Measure:
             heated = load.send(server.url, warm, at_once, limit, credits=credits)
             limit = max(1.0, self.clock.left())
             with self.side.timed() if self.side else contextlib.nullcontext():
-                found = load.send(server.url, timed, at_once, limit, credits=credits)
+                found = load.send(
+                    server.url, timed, at_once, limit, credits=credits, jitter=self.s.jitter
+                )
         finally:
             if deleter:
                 deleter.stop()

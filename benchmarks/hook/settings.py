@@ -20,7 +20,9 @@ class Settings:
     `hslake` and `plain` in a cell, `other_repeats` of `torch_save` (`http` has one). `instances`:
     servers of `none` and of `hslake`, which take turns: two servers that do the very same work
     differ by up to 18 % where the CPU is the bound, each for as long as it lives. There `plain`
-    tells more: it is the same server, between its hslake runs."""
+    tells more: it is the same server, between its hslake runs. `jitter`: a closed loop of a few
+    requests falls into one of several patterns of batches, at rates up to 8 % apart, and mostly
+    stays there for a run; random pauses before requests, the same in every mode, mix them."""
 
     model: Path
     modes: tuple[str, ...]
@@ -47,6 +49,7 @@ class Settings:
     staging_bytes: int
     lake_dir: str
     port: int
+    jitter: float
     ready: float
     smoke: bool
 

@@ -175,9 +175,8 @@ def wait_below(copies: Copies, limit: int, deadline: float, pump: Callable[[], N
 
 def _launch(flight: Flight) -> None:
     flight.started = time.monotonic()
-    first = flight.streams[0]
-    shape = (len(flight.streams), 4, len(first))
-    digests = torch.empty(shape, dtype=torch.int64, device=first.device)
+    shape = (len(flight.streams), 4, len(flight.streams[0]))
+    digests = torch.empty(shape, dtype=torch.int64, device=flight.streams[0].device)
     for stream, out in zip(flight.streams, digests, strict=True):
         row_digests(stream, out)
     if digests.is_cuda:

@@ -328,3 +328,44 @@ def test_parts_are_made_beside_the_forwards(tmp_path: Path) -> None:
     }
     capture.close()
     assert len(list(writer.folder.glob("part-*/manifest.arrow"))) == 4
+
+
+def test_the_upkeep_thread_stays_out_while_the_server_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call it makes would take Python's lock from the thread that feeds the GPU."""
+    monkeypatch.setattr(module, "_LAUNCH_S", 60.0)
+    spec, model, side = make_spec(STREAMS), Toy(), LateSide()
+    writer = StagingWriter(
+        tmp_path,
+        spec,
+        part_tokens=16,
+        max_parts=2,
+        fingerprint={"config": None, "weights": None},
+        engine={"hook_version": "1"},
+        buffered=True,
+    )
+    capture = Capture(spec, Taps(model, spec), writer, side=side)
+    (processor,) = find_logits_processors(model)
+    processor.register_forward_pre_hook(
+        lambda m, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
+        with_kwargs=True,
+    )
+    (a, pa), (b, pb) = sample("a", 4, 1), sample("b", 4, 2)
+    batch = make_batch([(a.encode(), pa, 0, 4)])
+    capture.before_forward(batch)
+    model(batch.input_ids)
+    batch = make_batch([(b.encode(), pb, 0, 4)])
+    capture.before_forward(batch)  # launches the first one's copies
+    side.release()
+    assert capture._busy() and capture._pause() > module._TICK_S / 2
+    time.sleep(4 * module._PUMP_S)
+    assert side.launched == 1 and capture._copies.in_flight == 1
+    model(batch.input_ids)  # and then nothing comes by
+    side.release()
+    end = time.monotonic() + 30
+    while capture._copies.in_flight:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not capture._busy() and writer._counts["samples_captured"] == 2
+    capture.close()
