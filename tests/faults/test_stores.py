@@ -1,7 +1,10 @@
 """Stores that fail, in little: the campaigns of `stores` and `stores_local`, and single cases."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,38 @@ def test_a_target_that_hangs(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.M
     assert not verify(made.url, "full").damage
     for name, truth in made.samples.items():
         assert np.array_equal(made.lake.read(name).hidden_states, truth.states)
+
+
+def test_a_watching_compactor_outlives_an_s3_store(proxy: Proxy, tmp_path: Path) -> None:
+    made = make_lake(tmp_path, lengths=[20], url="s3://proxied/watch")
+    made.stage(made.plan([300, 30]))
+    command = [sys.executable, "-c", "from hslake.cli import main; main()", "compact", made.url]
+    command += ["--staging", str(made.staging), "--watch"]
+    env = {**os.environ, "AWS_MAX_ATTEMPTS": "2", "HSLAKE_S3_RETRY": "2"}
+    proxy.rule = lambda r: "503" if "/segments/" in r.path and writes(r) else None
+    log = tmp_path / "log"
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as ours:
+        try:
+            wait(lambda: "again" in log.read_text(), ours, log)
+            assert proxy.done["503"] and list(made.staging.glob("*/part-*"))
+            assert len(made.lake.sql("select * from samples").fetchall()) == 1
+            proxy.rule = None
+            count = "select count(*) from samples"
+            wait(lambda: made.lake.refresh().sql(count).fetchall() == [(3,)], ours, log)
+        finally:
+            ours.terminate()
+        assert ours.wait(60) == 0, log.read_text()
+    assert not verify(made.url, "full").damage
+    for name, truth in made.samples.items():
+        assert np.array_equal(made.lake.refresh().read(name).hidden_states, truth.states)
+
+
+def wait(until: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until something is so, as long as the process lives."""
+    end = time.monotonic() + 120
+    while not until():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("kind", [*CALLS, *stores_local.LIMITS])
