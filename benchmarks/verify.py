@@ -148,7 +148,7 @@ def rows(folder: Path, count: int, commits: int, ids: int) -> dict[str, Any]:
         "tokens": report.tokens,
         "segments": segments,
         "objects": len(lake.store.list("segments")),
-        "commits": lake.version,
+        "commits": hslake.open(lake.url).version,
         "seconds": seconds,
         "peak_gb": round(memory, 2),
     }
