@@ -129,17 +129,17 @@ def _compactor(
         return [failed(name, f"{type(error).__name__}: {error}", todo)], None
     raw = format_bytes(found.tokens * spec.bytes_per_token)
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
-    speed = format_bytes(spec.bytes_per_token / (found.check + found.code))
+    speed = format_bytes(spec.bytes_per_token / found.code)
     text = (
-        f"about {found.rate:,.0f} tokens/s: {speed}/s checked, encoded and decoded again on "
+        f"about {found.rate:,.0f} tokens/s: {speed}/s encoded, checked and hashed on "
         f"{threads}, {format_bytes(found.put_rate)}/s into the lake; {spec.codec} takes "
         f"{found.ratio:.3f} of {raw} captured"
     )
     if found.rate >= burst.rate:
         return [passed(name, text)], found
-    slow = "writing to the lake" if found.put > found.check + found.code else "the processor"
+    slow = "writing to the lake" if found.put > found.code else "the processor"
     todo = f"{slow} holds it back, and the run goes at its pace: "
-    if found.put > found.check + found.code:
+    if found.put > found.code:
         todo += "use a faster disk or a nearer store"
     elif spec.codec == "standard" and spec.dtype == "bfloat16":
         todo += "give it more cores, or create the lake with --codec bf16plane, which is faster"
