@@ -72,11 +72,22 @@ class Group(TyperGroup):
             if isinstance(error, OSError):  # the machine's answer, not a bug of ours
                 _print_error(_os_error(error))
                 raise typer.Exit(InvalidInput.exit_code) from error
-            _print_error(
-                f"a bug in hslake: {type(error).__name__}: {error}\n"
-                "Run again as `hslake --debug ...` for the traceback, and report it"
-            )
+            _print_bug(error)
             raise typer.Exit(BUG) from error
+        except BaseException as error:
+            # A Rust library that panicked raises this; uncaught, Python would exit with 1, which
+            # is what a check says no with.
+            if type(error).__name__ != "PanicException" or debug(ctx):
+                raise
+            _print_bug(error)
+            raise typer.Exit(BUG) from error
+
+
+def _print_bug(error: BaseException) -> None:
+    _print_error(
+        f"a bug in hslake: {type(error).__name__}: {error}\n"
+        "Run again as `hslake --debug ...` for the traceback, and report it"
+    )
 
 
 def debug(ctx: typer.Context) -> bool:

@@ -5,17 +5,22 @@ and `~/.aws/credentials` with AWS_PROFILE, SSO, assumed roles, web identity, con
 instances' roles. Keys that expire are fetched again. Nothing of this is written anywhere.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from os import environ
 from typing import Any
+from urllib.parse import urlsplit
 
 from hslake.errors import InvalidInput, Unavailable, without_secrets
 
 TIMEOUT = "HSLAKE_S3_TIMEOUT"  # seconds without any answer until a request counts as lost
 RETRY = "HSLAKE_S3_RETRY"  # seconds for which a request is tried again
 _CONNECT_S = 10.0
+# The clients go down in a panic over anything else in a URL or a header.
+_REGION = re.compile(r"[A-Za-z0-9._-]+")
+_HEADER = re.compile(r"[!-~]+")
 # The client asks again five minutes before this; botocore hands out none that ends sooner.
 _KEYS_LAST = timedelta(minutes=10)
 
@@ -52,6 +57,7 @@ def find_settings() -> Settings:
     try:
         import botocore.session
         from botocore.configprovider import ConfiguredEndpointProvider
+        from botocore.credentials import Credentials
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise InvalidInput(f"{error}: S3 needs pip install 'hslake[s3]'") from None
@@ -75,9 +81,16 @@ def find_settings() -> Settings:
             "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket "
             "AWS_SKIP_SIGNATURE=true"
         )
+    if not _REGION.fullmatch(region):
+        raise InvalidInput(
+            f"the settings of AWS do not read: region {region!r}, expected one such as us-east-1: "
+            "mend AWS_REGION, AWS_DEFAULT_REGION, or region of the profile"
+        )
+    if type(found) is Credentials:  # others are fetched when they are needed, and looked at then
+        _frozen(found)
     style = scoped.get("s3")
     return Settings(
-        endpoint=endpoint.rstrip("/") if endpoint else None,
+        endpoint=_endpoint(endpoint) if endpoint else None,
         region=region,
         virtual_host=isinstance(style, dict) and style.get("addressing_style") == "virtual",
         keys=None if found is None else lambda: _frozen(found),
@@ -87,8 +100,33 @@ def find_settings() -> Settings:
     )
 
 
+def _endpoint(url: str) -> str:
+    """The address as the clients take it. Raises InvalidInput, without what may be a password."""
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:  # a port that is none, half of an IPv6 address
+        scheme, host, port = "", None, None
+    sound = scheme in ("http", "https") and host and port != 0 and _HEADER.fullmatch(url)
+    if not sound or "@" in url:
+        shown = "one with an '@'" if "@" in url else repr(url)
+        raise InvalidInput(
+            f"the settings of AWS do not read: endpoint: found {shown}, expected an address such "
+            "as http://127.0.0.1:9000 or https://s3.example.com, without keys: mend "
+            "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or endpoint_url of the profile"
+        )
+    return (scheme + url[len(scheme) :]).rstrip("/")
+
+
 def _frozen(found: Any) -> Keys:
     keys = found.get_frozen_credentials()
+    for name, value in (("key id", keys.access_key), ("session token", keys.token)):
+        if value and not _HEADER.fullmatch(value):
+            raise InvalidInput(
+                f"the settings of AWS do not read: the {name} holds white space, a line's end or "
+                "a character that no key has: mend it where it comes from, the environment or the "
+                "profile"
+            )
     return Keys(keys.access_key, keys.secret_key, keys.token)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from hslake.store.written import Piece, Written
 _LOCAL = ("file://", "local://")
 _S3 = ("s3://", "s3a://")
 _PROBE = ".hslake-probe-"
+_HALF_A_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.]+):/")  # s3:/bucket would be a folder `s3:`
 
 
 def check_no_password(url: str) -> None:
@@ -51,6 +53,11 @@ class Store:
             url = url.removeprefix(prefix)
         check_no_password(url)
         self.is_local = "://" not in url
+        if self.is_local and (half := _HALF_A_URL.match(url)):
+            raise InvalidInput(
+                f"{url}: is this a URL? expected {half[1].lower()}://…, or ./{url} for a folder of "
+                "that name"
+            )
         self.is_s3 = url.startswith(_S3)
         if self.is_s3:  # one name for one place: tables and DuckDB compare URLs
             url = "s3://" + url.partition("://")[2]
@@ -286,6 +293,8 @@ class Store:
         try:
             self.put_new(path, b"1")
         except Missing:
+            if self.is_local:
+                raise Missing(f"{self.root}: no file can be made there: choose another") from None
             raise trouble.no_bucket(self.root) from None
         try:
             self.put_new(path, b"2")

@@ -31,6 +31,10 @@ _CUT = re.compile(r"error sending request|response body error")
 _MARK = "hslake-write"  # metadata: which call wrote an object
 
 
+# Looser than any store: what no client can put into an address.
+_BUCKET = re.compile(r"[A-Za-z0-9_.:-]+")
+
+
 class S3Objects:
     """The objects below one `s3://bucket/prefix`. Safe from several threads."""
 
@@ -38,6 +42,11 @@ class S3Objects:
         self.root = root
         bucket, _, prefix = root.partition("://")[2].partition("/")
         self.bucket, self.prefix = bucket, prefix.strip("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise InvalidInput(
+                f"{root if bucket else 's3://'}: found {bucket!r} for a bucket, expected "
+                "a URL such as s3://bucket/lake"
+            )
 
     @cached_property
     def settings(self) -> aws.Settings:

@@ -70,9 +70,11 @@ def remote(where: str, error: BaseException) -> HslakeError:
     said = what_it_said(error)
     if _FULL_STORE.search(str(error)):
         return NoSpace(f"{where}: the store is full ({said}): make room or raise the quota there")
+    check = "the bucket, the credentials and AWS_ENDPOINT_URL"
+    if "://" in where and not where.startswith(("s3://", "s3a://")):
+        check = "the address and the credentials, and that it can be written to (http cannot)"
     return Unavailable(
-        f"{where}: the store cannot be reached or refuses ({said}): "
-        "check the bucket, the credentials and AWS_ENDPOINT_URL, then try again"
+        f"{where}: the store cannot be reached or refuses ({said}): check {check}, then try again"
     )
 
 

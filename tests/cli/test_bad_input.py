@@ -192,6 +192,65 @@ def test_draft_configs(tmp_path: Path, draft: str) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3:/bucket/lake", "is this a URL? expected s3://"),
+        ("S3:/bucket/lake", "is this a URL? expected s3://"),
+        ("file:/data/lake", "is this a URL? expected file://"),
+        ("s3://", "s3://: found '' for a bucket"),
+        ("s3:///lake", "found '' for a bucket"),
+        ("s3://two words/lake", "found 'two words' for a bucket"),
+        ("/proc/lake", "/proc/lake: no file can be made there"),
+    ],
+)
+def test_urls_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(call("create", url, *SIZE, "--capture", "eagle3"), message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("AWS_ENDPOINT_URL", "127.0.0.1:9000", "endpoint: found '127.0.0.1:9000', expected an"),
+        ("AWS_ENDPOINT_URL", "localhost:9000", "endpoint: found 'localhost:9000'"),
+        ("AWS_ENDPOINT_URL", "http://", "endpoint: found 'http://'"),
+        ("AWS_ENDPOINT_URL", "http://h:99999", "endpoint: found 'http://h:99999'"),
+        ("AWS_ENDPOINT_URL", "http://a b", "endpoint: found 'http://a b'"),
+        ("AWS_ENDPOINT_URL", "http://us er:sekrit@h", "endpoint: found one with an '@'"),
+        ("AWS_REGION", "eu\n", "region 'eu\\n', expected one such as us-east-1"),
+        ("AWS_ACCESS_KEY_ID", "sekrit\nkey", "the key id holds white space"),
+        ("AWS_SESSION_TOKEN", "sekrit\n", "the session token holds white space"),
+    ],
+)
+def test_settings_of_s3_that_its_clients_panic_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv(name, value)
+    found = call("status", "s3://bucket/lake")
+    refused(found, "s3://bucket/lake: the settings of AWS do not read", message)
+    assert "sekrit" not in found.output
+
+
+def test_a_panic_is_no_failed_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rust's panics are no Exception; a real one, out of the client's own code."""
+    from obstore.store import S3Store
+
+    def panic(*_: object, **__: object) -> None:
+        key = {"access_key_id": "a\nb", "secret_access_key": "c"}
+        S3Store("bucket", config={**key, "endpoint": "http://127.0.0.1:9"}).list().collect()
+
+    monkeypatch.setattr(hslake, "create", panic)
+    found = call("create", tmp_path / "lake", *SIZE, "--capture", "eagle3")
+    assert found.exit_code == 3, (found.exit_code, found.output)
+    assert "a bug in hslake: PanicException" in found.stderr
+
+
 def test_places_where_no_lake_can_be(lake: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "lake"):
