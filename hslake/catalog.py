@@ -39,6 +39,7 @@ _MANY_CHANGES = 64  # files with hides: more of them are quicker read as roll-up
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
 _LISTINGS = 8  # of a log whose newest entry they lack
+_MOST_VERSIONS = 2**62
 
 
 def _entry(version: int) -> str:
@@ -268,6 +269,8 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
     """
     if version is not None and (type(version) is not int or version < 0):
         raise InvalidInput(f"version: found {version!r}, expected a whole number from 0")
+    if version is not None and version > _MOST_VERSIONS:  # no number that Delta could be asked for
+        raise Missing(f"{store.url(name)} has no version {version}")
     if store.is_local or version is not None:
         return _load(store, name, version)
     # Delta finds the newest version by listing the log. What a store lists may be old, what it has

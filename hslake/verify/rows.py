@@ -47,7 +47,7 @@ def select(lake: Lake, sample: int | None, where: str | None) -> duckdb.DuckDBPy
     if where:
         chosen += f" where ({where}\n)"  # a comment in it ends there
     if sample:
-        chosen += f" order by md5(sample_id) limit {int(sample)}"
+        chosen += f" order by md5(sample_id) limit {min(int(sample), 2**62)}"
     same = "p.token_hash = s.token_hash"
     planned = ", ".join(f"case when {same} then p.{c} end as plan_{c}" for c in _PLANNED)
     try:

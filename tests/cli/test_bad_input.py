@@ -395,6 +395,7 @@ def test_unknown_versions(made: MadeLake) -> None:
     before = snapshot(made.url)
     for args in (("query", made.url, "coverage"), ("pin", made.url, "x")):
         refused(call(*args, "--version", 99), "version 99", "0 to 1")
+        refused(call(*args, "--version", 10**30), f"version {10**30}")
         refused(call(*args, "--version", -1), "version")
     assert call("pin", made.url, "a", "--version", 1).exit_code == 0
     assert call("pin", made.url, "a", "--version", 1).exit_code == 0
@@ -403,11 +404,23 @@ def test_unknown_versions(made: MadeLake) -> None:
     assert snapshot(made.url).items() - before.items() == {
         (p, b) for p, b in snapshot(made.url).items() if p.endswith("pins/a.json")
     }
+    for version in (10**30, str(10**30)):  # no number that Delta could be asked for
+        with pytest.raises(Missing, match=f"has no version {10**30}"):
+            hslake.open(made.url, version)
     for version in (-1, "1.5 ", 1.0, True):
         with pytest.raises(InvalidInput, match="version: found"):
             hslake.open(made.url, version)  # type: ignore[arg-type]
     with pytest.raises(Missing, match="no version 99: it has 0 to 1"):
         hslake.open(made.url, 99)
+
+
+def test_numbers_that_no_table_can_hold(made: MadeLake, tmp_path: Path) -> None:
+    for option, value in (("--estimate-tokens", 10**30), ("--estimate-bytes", f"{10**20}TB")):
+        found = call("create", tmp_path / "x", *SIZE, "--capture", "2", option, value)
+        refused(found, "estimate/", "is greater than the maximum")
+        assert not (tmp_path / "x").exists()
+    found = call("verify", made.url, "--sample", 10**30)
+    assert found.exit_code == 0 and "looked at    3 samples" in found.stdout
 
 
 def test_where_and_output(made: MadeLake, tmp_path: Path) -> None:
