@@ -17,6 +17,7 @@ from hslake import catalog, manifest
 from hslake.errors import Corrupt, InvalidInput
 from hslake.ids import PROBE_PREFIX
 from hslake.spec import read_spec
+from hslake.staging.check import check_no_lake
 from hslake.staging.folder import COMPACT_LOCK, LOCK, remains, remove_writer
 from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE
@@ -69,11 +70,13 @@ def gc_staging(
 
     `lake_url`: a lake whose manifest says which of its samples were committed: those hold nothing
     back. `older`: leave alone what was written to since. Live writers, writers that a compactor is
-    at, and whatever is no writer's folder are never touched. Raises Missing.
+    at, and whatever is no writer's folder are never touched. Raises Missing, and
+    InvalidInput for a lake.
     """
     report = GcReport(dry_run=dry_run)
     committed = _committed(lake_url)
     for root in (Path(r) for r in roots):
+        check_no_lake(root)
         for writer in scan(root):
             report.folders.append(_writer(writer, committed, older, force, dry_run))
         for path in remains(root):

@@ -23,6 +23,7 @@ from hslake.lake import Lake, open_lake
 from hslake.picks import Doubt, Key, Pick, batches
 from hslake.progress import Bar
 from hslake.segment.write import workers
+from hslake.staging.check import check_apart, check_no_lake
 from hslake.staging.rows import PartUnavailable
 
 log = logging.getLogger("hslake.compact")
@@ -75,6 +76,7 @@ def compact(
     Unix time. A part of another lake or model, and one that does not read, is reported and left
     alone; the others go on.
 
+    Raises InvalidInput for a staging folder that is a lake, or lies in this one or around it.
     Without `watch`, raises Missing for a staging folder that is not there (or no lake), before
     anything is written, and what the store raises; a part or writer that cannot be read now is
     among the report's `troubles`. With `watch` such troubles, and all of the store's, are logged
@@ -118,6 +120,9 @@ class _Run:
     def all(self) -> CompactReport:
         """Until there is nothing to do any more, or until it is to stop."""
         self._spec = open_lake(self._url).spec
+        for root in self._sources.roots:
+            check_no_lake(root)
+            check_apart(self._url, root)
         with workers(self._options.threads) as threads:
             self._line = Line(
                 threads,

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hslake.checks import Check, failed, passed, warned
-from hslake.errors import HslakeError, Missing
+from hslake.errors import HslakeError, InvalidInput, Missing
 from hslake.ids import PROBE_PREFIX
 from hslake.lake import Lake
 from hslake.staging import read_part, read_status, scan
-from hslake.staging.check import check_part
+from hslake.staging.check import check_no_lake, check_part
 from hslake.staging.memory import part_bytes
 from hslake.staging.space import RESERVE, disk_warning, free_bytes
 from hslake.units import format_bytes
@@ -22,11 +22,12 @@ def check_staging(roots: Sequence[Path], lake: Lake) -> Iterator[Check]:
     for root in roots:
         try:
             yield from _one(root, lake)
-        except Missing as error:
+        except (InvalidInput, Missing) as error:
             yield failed("staging", str(error), "name the --staging that `hslake serve` was given")
 
 
 def _one(root: Path, lake: Lake) -> Iterator[Check]:
+    check_no_lake(root)
     writers = scan(root)
     disk = disk_warning(root)
     if disk is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hslake.errors import Corrupt, InvalidInput, Unavailable
-from hslake.spec import LakeSpec, check_fingerprint
+from hslake.spec import SPEC_FILE, LakeSpec, check_fingerprint
 from hslake.staging.part import DONE
 from hslake.staging.reader import part_attributes, scan
 from hslake.store import open_store
@@ -29,10 +29,21 @@ def check_part(path: Path, attributes: dict[str, Any], spec: LakeSpec) -> None:
     check_fingerprint(spec.model.fingerprint, attributes["fingerprint"], f"staging part {path}")
 
 
+def check_no_lake(root: str | Path) -> None:
+    """Raise InvalidInput for a lake that was named as a staging folder: there is never a writer in
+    it, and "nothing was waiting" would be the answer for ever."""
+    if (Path(root) / SPEC_FILE).is_file():
+        raise InvalidInput(
+            f"--staging {root} is a lake ({SPEC_FILE} lies in it), expected the folder that "
+            "`hslake serve` or `capture-hf` got as --staging"
+        )
+
+
 def check_roots(roots: Iterable[str | Path], spec: LakeSpec) -> None:
-    """Raise Missing for a staging folder that is not there, InvalidInput when one holds parts that
-    wait for another lake or model."""
+    """Raise Missing for a staging folder that is not there, InvalidInput for a lake, or when one
+    holds parts that wait for another lake or model."""
     for root in roots:
+        check_no_lake(root)
         for writer in scan(Path(root)):
             for path in writer.parts:
                 if (path / DONE).exists():

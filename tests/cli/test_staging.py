@@ -53,6 +53,22 @@ def made(tmp_path: Path) -> MadeLake:
     return make_lake(tmp_path / "mine", 2)
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "gc-staging", "watch"])
+def test_a_lake_is_no_staging_folder(made: MadeLake, tmp_path: Path, command: str) -> None:
+    """Else the answer would be for ever that nothing was waiting."""
+    for staging in (Path(made.url), Path(make_lake(tmp_path / "other", 1).url)):
+        args, code = {
+            **commands(made.url, staging, tmp_path),
+            "gc-staging": (("gc-staging", staging), 2),
+            "watch": (("compact", made.url, "--staging", staging, "--watch"), 2),
+        }[command]
+        before = files(tmp_path)
+        found = call(*args)
+        assert found.exit_code == code, found.output
+        assert f"{staging} is a lake" in found.output or "are in each other" in found.output
+        assert files(tmp_path) == before
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_not_there(made: MadeLake, tmp_path: Path, command: str) -> None:
     nowhere = tmp_path / "nowhere"
