@@ -190,6 +190,9 @@ class Line:
     def _tell(self, added: list[Pick]) -> None:
         report, tokens = self._report, sum(p.row.length for p in added)
         report.tokens_per_s = self._rate.add(tokens)
+        # Of the last look, which counted these too; the next one counts anew.
+        report.backlog_samples = max(0, report.backlog_samples - len(added))
+        report.backlog_rows = max(0, report.backlog_rows - tokens)
         if self._progress is not None:
             self._progress.advance(tokens)
             self._progress.note(

@@ -24,6 +24,7 @@ from hslake.compact.watch import GRACE_S
 from hslake.compactreport import CompactReport
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, NoSpace, Unavailable
 from hslake.ids import RequestId, new_attempt
+from hslake.progress import NoteLines
 from hslake.spec import read_spec
 from hslake.staging import StagingWriter, read_part, scan
 from hslake.staging.locks import is_locked, try_lock
@@ -56,6 +57,17 @@ class Clock:
         import time
 
         return time.time() + self.ahead
+
+
+class Noted(NoteLines):
+    """Keeps the lines of a compactor without a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "compact")
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def writer_of(made: MadeLake, tokens: int, parts: int, **more: Any) -> StagingWriter:
@@ -113,8 +125,11 @@ def test_a_trickle_waits_for_its_age_and_no_longer(made: MadeLake) -> None:
     clock.ahead = HOUR - 60
     assert looks(made, clock=clock).samples == 0
     clock.ahead = HOUR + 1
-    report = looks(made, clock=clock)  # from a part that is still open
+    bar = Noted()
+    report = looks(made, clock=clock, progress=bar)  # from a part that is still open
     assert (report.samples, report.segments) == (2, 1)
+    assert "committed 2 samples, 30 tokens" in bar.notes[0]
+    assert bar.notes[0].endswith("backlog 0 samples, 0 tokens")  # less what it has just told of
     assert not read_part(writer.folder / "part-000001").sealed
     made.put(writer, made.plan([30])[0])
     assert looks(made, clock=Clock()).samples == 0  # what is in the lake makes nothing due
