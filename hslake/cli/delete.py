@@ -99,6 +99,10 @@ def _print(report: "DeleteReport", lake: str) -> None:
     if not report.dry_run:
         rows.append(("removed", f"{len(report.removed)} segments"))
     print_pairs(rows, lake)
+    if not report.live and not report.planned and not report.segments:
+        note("nothing was left to delete: these samples were deleted before")
+    if report.dry_run and report.pins:
+        note("pins forbid it: without --break-pins nothing is deleted")
     for name in report.sample_ids[:_SHOWN]:
         print(f"  {name}")
     if len(report.sample_ids) > _SHOWN:

@@ -164,11 +164,11 @@ def vacuum(
     if json:
         print_json(report)
         return
-    verb = "removed" if report.removed else ("would remove" if dry_run else "found")
-    count = len(report.segments) - len(report.hidden)
+    verb = "would remove" if dry_run else "removed"
+    count, hidden = len(report.segments), len(report.hidden)
     print(
-        f"{verb} {count} orphaned segments, {len(report.hidden)} of which all samples are hidden; "
-        f"{format_bytes(report.bytes)} in all"
+        f"{verb} {count} segments, {format_bytes(report.bytes)} in all: {count - hidden} orphaned, "
+        f"{hidden} whose samples are all hidden"
     )
     for segment in report.segments:
         print(f"  {segment}")

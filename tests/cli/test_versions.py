@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hslake
 from hslake.cli import app
-from tests.lakes import MadeLake, make_lake
+from tests.lakes import MadeLake, damage_sample, make_lake
 
 
 def call(*args: object) -> Result:
@@ -71,6 +72,28 @@ def test_delete_asks_first(made: MadeLake) -> None:
     file = next(made.staging.parent.glob("plan-2.parquet"))
     again = call("plan", made.url, file)
     assert again.exit_code == 0 and "1 samples were deleted from this lake" in again.stderr
+
+
+def test_delete_says_what_it_would_not_do(made: MadeLake) -> None:
+    where = ("--where", "sample_id = 'A1-000000'")
+    call("pin", made.url, "run")
+    pinned = call("delete", made.url, *where, "--dry-run")
+    assert pinned.exit_code == 0 and "without --break-pins nothing is deleted" in pinned.stderr
+    done = call("delete", made.url, *where, "--yes", "--break-pins")
+    assert done.exit_code == 0 and "deleted before" not in done.stderr
+    again = call("delete", made.url, *where, "--yes")
+    assert again.exit_code == 0 and "were deleted before" in again.stderr
+
+
+def test_vacuum_counts_what_it_removes(made: MadeLake) -> None:
+    name = made.add([70])[0]  # the only one of its segment
+    damage_sample(hslake.open(made.url), name)
+    assert call("verify", made.url, "--quarantine").exit_code == 1
+    for options, verb in ((("--dry-run",), "would remove"), ((), "removed")):
+        found = call("vacuum", made.url, "--retain", "0s", *options)
+        assert found.exit_code == 0 and found.stdout.startswith(f"{verb} 1 segments, ")
+        assert "in all: 0 orphaned, 1 whose samples are all hidden" in found.stdout
+    assert call("vacuum", made.url).stdout.startswith("removed 0 segments, 0 B in all: 0 orphaned")
 
 
 def test_repair_and_vacuum(made: MadeLake) -> None:
