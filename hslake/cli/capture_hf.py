@@ -29,7 +29,8 @@ def capture_hf(
     ] = None,
     max_parts: Annotated[int | None, typer.Option(min=1, help="Most staging parts.")] = None,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait when staging is full.")
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="How long to wait when staging is full."),
     ] = 60.0,
     json: Json = False,
 ) -> None:

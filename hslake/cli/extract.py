@@ -58,7 +58,7 @@ def extract(
     patience: Annotated[
         float,
         typer.Option(
-            help="Seconds without a server, or without a sample captured, before the end."
+            min=0.0, help="Seconds without a server, or without a sample captured, before the end."
         ),
     ] = 1800.0,
     json: Json = False,
