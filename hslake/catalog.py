@@ -304,7 +304,10 @@ def _load(store: Store, name: str, version: int | None) -> TableState:
     try:
         table = DeltaTable(url, version=version, storage_options=store.delta_options())
     except TableNotFoundError:
-        raise Missing(f"{url} holds no table: is this a lake?") from None
+        raise Missing(
+            f"{url} holds no table, expected its log in _delta_log: if this is a lake, restore it "
+            "from a copy"
+        ) from None
     except (DeltaError, ValueError, OSError) as e:
         refused = remote_failure(url, e) or refusal(url, e)
         if refused is not None:
