@@ -95,7 +95,7 @@ def looks(
     report = CompactReport()
     settings = {"max_age_s": HOUR, "interval_s": 0.0, **more}
     end = threading.Event()
-    threading.Timer(60, end.set).start()
+    threading.Timer(600, end.set).start()
     compact(
         made.url,
         roots or [made.staging],
