@@ -181,7 +181,7 @@ def _unreadable(con: duckdb.DuckDBPyConnection, files: Sequence[str]) -> HslakeE
 def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
     row: dict[str, Any] = dict.fromkeys(
         ("lake_id", "model", "num_layers", "hidden_size", "streams", "dtype", "codec",
-         "bytes_per_token", "estimate_tokens", "estimate_bytes")
+         "bytes_per_token", "chunk_tokens", "estimate_tokens", "estimate_bytes")
     )  # fmt: skip
     if spec is not None:
         row.update(
@@ -193,6 +193,7 @@ def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
             dtype=spec.dtype,
             codec=spec.codec,
             bytes_per_token=spec.bytes_per_token,
+            chunk_tokens=spec.geometry.chunk_tokens,
             estimate_tokens=spec.estimate.tokens,
             estimate_bytes=spec.estimate.bytes,
         )

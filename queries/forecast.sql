@@ -12,17 +12,22 @@ with planned as (
         coalesce(sum(raw_bytes), 0)::bigint as raw_bytes,
         coalesce(sum(tokens), 0)::bigint as tokens
     from segments
+), whole as (
+    -- uncompressed, the padding of a sample's last chunk takes its room too
+    select sum(ceil(length / spec.chunk_tokens) * spec.chunk_tokens) / sum(length) as ratio
+    from plan, spec
 ), rate as (
     -- before the first commit: what the codec reaches on real bfloat16 states
     select case
         when $ratio > 0 then $ratio::double
         when s.raw_bytes > 0 then s.bytes / s.raw_bytes
-        when spec.codec = 'none' or spec.dtype <> 'bfloat16' then 1.0
+        when spec.codec = 'none' then coalesce(w.ratio, 1.0)
+        when spec.dtype <> 'bfloat16' then 1.0
         when spec.codec = 'bf16plane' then 0.675
         else 0.689 end as ratio,
         case when $ratio > 0 then 'given' when s.raw_bytes > 0 then 'measured' else 'typical' end
             as basis
-    from stored s, spec
+    from stored s, whole w, spec
 )
 select
     p.tokens as planned_tokens,

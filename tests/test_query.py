@@ -268,6 +268,18 @@ def test_forecast_before_the_first_commit(tmp_path: Path) -> None:
     assert found["forecast_stored_bytes"] == round(300 * PER_TOKEN * 0.689)
 
 
+def test_uncompressed_padding_is_forecast(tmp_path: Path) -> None:
+    spec = make_spec(SPEC.model, SPEC.streams, codec="none", estimate=SPEC.estimate)
+    with query.connect_files(files(tmp_path, [], PLAN[:2]), spec) as con:
+        (found,) = rows(con, "forecast")
+    chunks = sum(-(-row["length"] // spec.geometry.chunk_tokens) for row in PLAN[:2])
+    expected = chunks * spec.geometry.chunk_tokens * PER_TOKEN
+    assert found["forecast_stored_bytes"] == expected and found["basis"] == "typical"
+    with query.connect_files(files(tmp_path / "empty", [], []), spec) as con:
+        (found,) = rows(con, "forecast")
+    assert (found["ratio"], found["forecast_stored_bytes"]) == (1.0, 0)
+
+
 def test_integrity_finds_each_damage(tmp_path: Path) -> None:
     with query.connect_files(files(tmp_path, MANIFEST, PLAN), SPEC) as con:
         assert {r["failures"] for r in rows(con, "integrity")} == {0}
