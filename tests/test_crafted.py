@@ -1,6 +1,9 @@
 """Files and answers made to break whoever reads them."""
 
 import asyncio
+import shutil
+import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hslake.errors import Corrupt
 from hslake.fingerprint import read_entries
 from hslake.gcstaging import gc_staging
 from hslake.ids import RequestId, new_attempt
+from hslake.segment.layout import new_segment_id
 from hslake.server import Server, ServerDown, new_session, whole_status
 from hslake.status import local_statuses
 from hslake.verify import verify
@@ -125,3 +129,36 @@ def test_verify_beside_a_delete_still_sees_damage(
     monkeypatch.setattr("hslake.verify.read_pins", deleted_meanwhile)
     assert set(verify(made.url).by_sample()) == {second}
     vacuum(made.url)
+
+
+def test_vacuum_leaves_alone_what_is_no_segment(tmp_path: Path) -> None:
+    """A copy that somebody made of a segment, and folders whose names look like hex numbers."""
+    made = make_lake(tmp_path, lengths=[10])
+    segments = Path(made.url) / "segments"
+    (segment,) = segments.iterdir()
+    shutil.copytree(segment, segments / f"{segment.name}.bak")
+    shutil.copytree(segment, segments / segment.name.upper())
+    for name in ("deadbeef", "0123_4567", "notes", str(uuid.uuid4())):
+        (segments / name).mkdir()
+        (segments / name / "notes.txt").write_text("mine")
+    (segments / "0ff1ce").mkdir()
+    orphan = segments / new_segment_id()
+    shutil.copytree(segment, orphan)
+    before = {p.name for p in segments.iterdir()}
+    report = vacuum(made.url, timedelta(days=-1))
+    assert report.segments == (orphan.name,)
+    assert before - {p.name for p in segments.iterdir()} == {orphan.name}
+
+
+def test_vacuum_on_a_lake_whose_log_lost_its_newest_entry(tmp_path: Path) -> None:
+    """Restored from a copy, the entry must find its segment."""
+    made = make_lake(tmp_path, lengths=[10])
+    (name,) = made.add([20])
+    entry = Path(made.url) / f"manifest/_delta_log/{made.lake.version:020d}.json"
+    kept = entry.read_bytes()
+    entry.unlink()
+    report = vacuum(made.url, timedelta(days=-1))
+    assert not report.removed and "lost entries" in "".join(report.kept.values())
+    entry.write_bytes(kept)
+    assert made.lake.read(name).input_ids.tolist() == made.samples[name].input_ids
+    assert verify(made.url).ok
