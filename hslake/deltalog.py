@@ -175,7 +175,7 @@ def commit_info(store: Store, name: str, version: int) -> CommitInfo:
         actions = [json.loads(line) for line in store.read(path).splitlines() if line.strip()]
         info: dict[str, Any] = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
         txn = next((a["txn"]["appId"] for a in actions if "txn" in a), "")
-    except (Missing, ValueError, TypeError, KeyError) as error:
+    except (Missing, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(
             f"{store.url(path)}: the log entry cannot be read: {reason(error)}; {REPAIR}"
         ) from None

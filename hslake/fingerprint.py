@@ -66,6 +66,18 @@ def read_header(path: Path) -> tuple[bytes, int]:
     return header, 8 + size
 
 
+def read_entries(path: Path) -> tuple[dict[str, Any], int]:
+    """(entry by name, offset of the data) of a safetensors file. Raises Corrupt."""
+    raw, start = read_header(path)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{path}: its header is not JSON ({error}): download it again") from None
+    if not isinstance(found, dict):
+        raise Corrupt(f"{path}: its header is no JSON object: download it again")
+    return found, start
+
+
 def model_fingerprint(model_dir: str | Path) -> dict[str, str | None]:
     """SHA-256 (hex) of the config and of the weights of a Hugging Face model folder.
 

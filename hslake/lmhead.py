@@ -4,7 +4,6 @@ It is what tells whether stored `final` rows are the ones that the server itself
 log-probs of the prompt's own tokens, made from the rows and the head, must be the server's.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from hslake.checksum import to_float32
 from hslake.errors import Corrupt, InvalidInput, Missing
-from hslake.fingerprint import read_config, read_header, weight_files
+from hslake.fingerprint import read_config, read_entries, weight_files
 from hslake.modelinfo import config_levels, config_value
 
 _HEADS = (
@@ -171,8 +170,7 @@ class _Tensors:
         if file not in self._headers:
             if not file.is_file():
                 raise Missing(f"{file} is not there: finish the download")
-            raw, start = read_header(file)
-            self._headers[file] = (json.loads(raw), start)
+            self._headers[file] = read_entries(file)
         return self._headers[file]
 
     def read(self, name: str) -> Tensor:

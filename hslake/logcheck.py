@@ -150,7 +150,7 @@ def _add_differs(action: Mapping[str, Any], fact: Mapping[str, Any]) -> str | No
             stats["maxValues"]["op"],
             stats["nullCount"]["op"],
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "nothing that can be read of its size and rows; restore _delta_log from a copy"
     want = (fact["size"], fact["rows"], fact["low"], fact["high"], 0)
     if told == want:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hslake.errors import InvalidInput
-from hslake.fingerprint import model_fingerprint, read_config, read_header, weight_files
+from hslake.fingerprint import model_fingerprint, read_config, read_entries, weight_files
 from hslake.spec import DTYPES, ModelInfo
 from hslake.zarrmeta import array_metadata
 
@@ -93,8 +93,7 @@ def final_norm(path: Path) -> FinalNorm | None:
     config = read_config(path)
     eps = config_value(config, *_EPS_NAMES)
     for file in weight_files(path.parent):
-        raw, start = read_header(file)
-        header = json.loads(raw)
+        header, start = read_entries(file)
         for name, entry in header.items():
             if name.endswith(_NORM_NAMES) and ".layers." not in name and "vision" not in name:
                 if entry["dtype"] not in _DTYPES or len(entry["shape"]) != 1:

@@ -43,7 +43,7 @@ def _lake_of(folder: Path) -> str | None:
     """The lake that a writer's own summary names, for when no part of it tells."""
     try:
         found = json.loads((folder / STATUS).read_bytes())["lake_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return str(found)
 

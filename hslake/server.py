@@ -309,7 +309,15 @@ class Server:
             )
         if status != 200:
             raise _no_answer(f"{self.url}{STATUS_PATH}", status, text)
-        return parse_status(_json(text, self.url + STATUS_PATH), self.url)
+        found = parse_status(_json(text, self.url + STATUS_PATH), self.url)
+        known = since or {}
+        if any(w.events and w.cursor <= known.get(w.writer, -1) for w in found.writers):
+            # Whoever asks until there are no more events would ask for ever.
+            raise ServerDown(
+                f"{self.url}{STATUS_PATH}: it tells events again that it has told, "
+                "whatever `since` says: is a proxy with a cache in between? Name the server itself"
+            )
+        return found
 
     async def _get_or_post(
         self, method: str, path: str, data: bytes | None = None
@@ -384,7 +392,7 @@ def _finished(answer: Any) -> Any:
 def _json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise ServerDown(f"{where}: found {text[:80]!r}, expected JSON") from None
 
 
@@ -395,7 +403,7 @@ def _message(text: bytes) -> str:
         found = json.loads(shown)
         error = found.get("error", found) if isinstance(found, dict) else found
         shown = error.get("message", shown) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     shown = " ".join(str(shown).split())
     return shown[:_BODY_SHOWN] or "no message"

@@ -108,7 +108,7 @@ def is_short(folder: Path) -> bool:
     try:
         status = json.loads((folder / STATUS).read_bytes())
         return not status["armed"] or 2 * status["free_rows"] <= status["capacity_rows"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 
 

@@ -28,6 +28,7 @@ _HEADER = struct.Struct("<BBBBiii")
 _SIZE = struct.Struct("<i")
 _VERSION, _ZSTD_VERSION = 2, 1
 _FLAGS = 4 << 5 | 1  # zstd, byte shuffle; blocks are split (bit 4 is not set)
+_STORED = 2  # flag: the values follow as they are
 _PIECE = 1 << 16  # values shuffled at a time, which stay in the cache
 _TAIL = 1 << 12  # zero bytes at a plane's end that tell of padding
 _EIGHT = np.uint16(8)
@@ -58,6 +59,25 @@ def encode(bits: np.ndarray, block: int) -> bytes:
             size += 4 + len(data)
     header = _HEADER.pack(_VERSION, _ZSTD_VERSION, _FLAGS, TYPESIZE, flat.nbytes, block, size)
     return b"".join((header, struct.pack(f"<{count}i", *starts), *pieces))
+
+
+def check(frame: bytes | memoryview, size: int, itemsize: int) -> None:
+    """Raise ValueError unless the frame's header fits it, and `size` decoded bytes of `itemsize`.
+
+    c-blosc is given no length: it reads, and allocates, as much as a header says.
+    """
+    if len(frame) < _HEADER.size:
+        raise ValueError(f"{len(frame)} bytes, shorter than a Blosc header")
+    version, _, flags, typesize, total, block, length = _HEADER.unpack_from(frame)
+    if total != size or length != len(frame):
+        raise ValueError(
+            f"a Blosc frame of {length} bytes for {total}, found {len(frame)} for {size}"
+        )
+    if version != _VERSION or typesize != itemsize or not 0 < block <= size:
+        raise ValueError(f"a Blosc frame of {typesize}-byte items in blocks of {block} bytes")
+    starts = _HEADER.size + (size if flags & _STORED else 4 * -(-size // block))
+    if starts > len(frame):
+        raise ValueError(f"a Blosc frame of {len(frame)} bytes is cut short")
 
 
 def _planes(size: int) -> np.ndarray:

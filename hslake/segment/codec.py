@@ -22,6 +22,7 @@ BLOSC_BLOCK = 1 << 20
 _BLOSC = Blosc(cname="zstd", clevel=1, shuffle=SHUFFLE, blocksize=BLOSC_BLOCK)
 _BLOSC_HEADER = 16
 _ZSTD_LEVEL = 3
+_UNSAID = -1  # zstandard's size of a frame that does not tell it
 # Arrays as stored: bfloat16 as its bits.
 _STORAGE = {"bfloat16": "<u2", "float16": "<f2", "float32": "<f4"}
 _local = threading.local()  # zstandard's contexts are not thread-safe
@@ -133,9 +134,7 @@ def decode_body(
     expected = f"{count * spec.itemsize} bytes of {spec.dtype} in codec {spec.codec}"
     try:
         if spec.codec == "standard":
-            size = int.from_bytes(body[4:8], "little")  # blosc header: the decoded size
-            if len(body) < _BLOSC_HEADER or size != bits.nbytes:
-                raise _damaged(where, f"a blosc frame of {size} bytes", expected)
+            bloscframe.check(body, bits.nbytes, spec.itemsize)
             _BLOSC.decode(body, out=bits)
         elif spec.codec == "bf16plane":
             bf16plane.decode(body, out=bits)
@@ -159,11 +158,15 @@ def encode_tokens(values: np.ndarray) -> bytes:
 def decode_tokens(data: bytes | memoryview, dtype: np.dtype, count: int, where: str) -> np.ndarray:
     """Verify and decode one inner chunk of `count` tokens; raises Corrupt naming `where`."""
     body = strip_crc(data, where)
-    expected = f"{count} values of {dtype}"
+    size, expected = count * dtype.itemsize, f"{count} values of {dtype}"
     try:
-        raw = zstandard.ZstdDecompressor().decompress(body)
+        # Looked at first: zstandard allocates what the frame says it holds.
+        found = zstandard.frame_content_size(body)
+        if found not in (size, _UNSAID):
+            raise _damaged(where, f"a zstd frame of {found} bytes", expected)
+        raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=size)
     except zstandard.ZstdError as e:
         raise _damaged(where, f"it does not decode ({e})", expected) from None
-    if len(raw) != count * dtype.itemsize:
+    if len(raw) != size:
         raise _damaged(where, f"{len(raw)} bytes", expected)
     return np.frombuffer(raw, dtype)

@@ -31,6 +31,15 @@ def new_segment_id() -> str:
     return str(uuid.UUID(int=value))
 
 
+def is_segment_id(name: str) -> bool:
+    """Whether `new_segment_id` may have made this name: a UUIDv7 in its usual form."""
+    try:
+        found = uuid.UUID(name)
+    except ValueError:
+        return False
+    return str(found) == name and found.version == 7
+
+
 def segment_prefix(segment_id: str) -> str:
     """Folder of a segment below the lake, with a trailing slash."""
     return f"segments/{segment_id}/"

@@ -70,7 +70,7 @@ def part_attributes(path: Path) -> dict[str, Any]:
     where = path / "zarr.json"
     try:
         found = json.loads(where.read_text("utf-8"))["attributes"]["hslake"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:  # 100,000 brackets
         if isinstance(e, OSError) and not isinstance(e, _GONE):
             raise Unavailable(f"{where} cannot be read now: {e}") from e
         raise Corrupt(f"{where} is no staging part's metadata ({type(e).__name__}: {e})") from None

@@ -54,6 +54,6 @@ def _writers(folder: Path) -> list[str]:
     """The writers that a run's folder names."""
     found = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             found.append(str(json.loads(path.read_text("utf-8")).get("writer")))
     return found

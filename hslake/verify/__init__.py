@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from hslake import catalog, manifest
 from hslake.errors import InvalidInput, Unavailable
 from hslake.lake import Lake, open_lake
 from hslake.logcheck import log_differs
@@ -85,11 +86,31 @@ def verify(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if report.damage:
+        _forget_removed(lake, report)
     if quarantine and report.damage:
         sure = {(d.segment_id, s): d.what for d in report.damage if d.sure for s in d.sample_ids}
         report.quarantined = hide(lake, sure) if sure else 0
     report.seconds = round(time.monotonic() - begun, 3)
     return report
+
+
+def _forget_removed(lake: Lake, report: VerifyReport) -> None:
+    """Damage in segments that a delete or vacuum has condemned since this began is their removal:
+    what stayed of their samples lies elsewhere now."""
+    state = catalog.open_table(lake.store, "manifest")
+    if state.version == lake.version:
+        return
+    spans = manifest.spans(state)
+    # One with live samples is needed, whatever condemned it.
+    gone = {s for s, span in spans.items() if span.condemned and span.end is not None}
+    found = sorted({d.segment_id for d in report.damage} & gone)
+    report.damage = [d for d in report.damage if d.segment_id not in gone]
+    report.warnings += [
+        f"segment {s}: it was removed while this ran, and its samples with it or to other "
+        "segments: verify again to look at those"
+        for s in found
+    ]
 
 
 def _objects(

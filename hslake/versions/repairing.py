@@ -214,7 +214,7 @@ def _bad_hint(log: deltalog.LogFiles) -> bool:
         return int(found["version"]) not in log.checkpoints
     except FileNotFoundError:
         return False
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return True
 
 

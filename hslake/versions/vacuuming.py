@@ -5,6 +5,7 @@ own age would not do: whoever opened the lake just before the last commit reads 
 be months old.) Manifest and plan files are never removed: every version can be queried for ever.
 """
 
+import contextlib
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,11 +13,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from hslake import catalog, manifest
+from hslake import catalog, manifest, schemas, tablename
+from hslake.errors import Corrupt
 from hslake.lake import Lake, open_lake
 from hslake.pins import Pin, pins
 from hslake.progress import Bar
+from hslake.segment.layout import is_segment_id
 from hslake.versions.removing import remove
 
 # Younger unfinished files may be somebody's who is writing them, whatever `retain` says.
@@ -51,6 +55,10 @@ class _Found:
 
 
 _ORPHAN, _HIDDEN = "orphan", "all samples hidden"
+_UNSURE = (
+    "a file of the manifest adds samples in it, and no entry of the log names the file: its writer "
+    "died, or the log has lost entries: `hslake repair LAKE --dry-run`"
+)
 
 
 def vacuum(
@@ -69,10 +77,14 @@ def vacuum(
     pinned = pins(lake)
     objects = lake.store.sizes("segments")  # listed once: a compactor may give its segment up now
     stored = {p.split("/")[1] for p in objects if p.count("/") >= 2}
+    stored = {s for s in stored if is_segment_id(s)}  # the rest is somebody's: a copy, notes
     # After the list: whatever was committed before it is named.
     state = catalog.open_table(lake.store, "manifest")
     limit = datetime.now(UTC) - retain
+    unsure = _unsure(lake, state)
+    stored -= unsure
     found = _find(state, stored, pinned, limit)
+    found.keep |= dict.fromkeys(sorted(unsure), _UNSURE)
     before = min(limit, datetime.now(UTC) - _AT_WORK).timestamp()
     left, uploads = lake.store.leftovers(before), lake.store.uploads(before)
     keys = tuple(key for key, _ in uploads)
@@ -94,11 +106,24 @@ def vacuum(
         lake.store.abort_upload(key, upload_id)
     named = manifest.segments(state, "add")
     for segment in lake.store.folders("segments"):
-        if segment not in named and _born(segment) < limit:
+        if is_segment_id(segment) and segment not in named and _born(segment) < limit:
             lake.store.delete_empty(f"segments/{segment}")
     hidden = tuple(s for s in hidden if s in removed)
     gone = bool(removed or left or uploads)
     return VacuumReport(removed, size, gone, tuple(left), hidden, found.keep, keys)
+
+
+def _unsure(lake: Lake, state: catalog.TableState) -> set[str]:
+    """Segments that a data file adds which may have been committed, by an entry that the log has
+    lost: with the entry restored from a copy, they are needed."""
+    found: set[str] = set()
+    for name in state.strays():
+        if (tablename.version_of(name) or 0) > state.version:
+            url = lake.store.url(f"{state.name}/{name}")
+            with contextlib.suppress(Corrupt):  # its writer was killed, or it went away meanwhile
+                rows = state.read([url], schemas.arrow_schema(state.name))
+                found |= set(rows.filter(pc.equal(rows["op"], "add"))["segment_id"].to_pylist())
+    return found - {None}
 
 
 def _find(

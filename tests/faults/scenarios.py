@@ -129,7 +129,7 @@ def vacuum(folder: Path, faults: Faults) -> tuple[World, Child, set[str]]:
     for step in (
         "upload: fsync segments/ID/hidden_states/c/N/N/.N.X.tmp",
         "upload: stored segments/ID/zarr.json",
-        "commit: before the entry of manifest",
+        "upload: stored segments/ID/inventory.json",  # a commit begun would hold the segment back
     ):
         at = Faults(roots_of(folder), (step, 1))
         spawn(children.compact_once, at, world.url, roots, 600).join()
