@@ -1,10 +1,11 @@
 """Why a sample cannot be read: deleted, hidden, not captured yet, never planned, or its segment
 removed since the version that was opened."""
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.errors import Missing
 from hslake.lake import Lake
 from hslake.store import Store
+from hslake.tables import catalog
 
 
 def why_absent(lake: Lake, sample_id: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.errors import Corrupt, InvalidInput
 from hslake.ids import PROBE_PREFIX
 from hslake.spec import read_spec
@@ -23,6 +23,7 @@ from hslake.staging.locks import Lock, try_lock
 from hslake.staging.part import DONE
 from hslake.staging.reader import WriterDir, part_attributes, read_part, read_writer, scan
 from hslake.store import open_store
+from hslake.tables import catalog
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hslake import catalog, modelinfo
+from hslake import modelinfo
 from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
@@ -30,6 +30,7 @@ from hslake.spec import (
 )
 from hslake.store import Store, open_store
 from hslake.streams import parse_capture, parse_streams, stream_names
+from hslake.tables import catalog
 
 if TYPE_CHECKING:
     import duckdb

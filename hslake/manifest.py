@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hslake.catalog import TableState
 from hslake.errors import Conflict
 from hslake.schemas import arrow_schema
+from hslake.tables.catalog import TableState
 
 
 class Deleted(Conflict):

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.schemas import parse_json, validate
 from hslake.spec import read_spec
 from hslake.store import Store, open_store
+from hslake.tables import catalog
 
 if TYPE_CHECKING:
     from hslake.lake import Lake

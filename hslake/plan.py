@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hslake import catalog, query, schemas
+from hslake import query, schemas
 from hslake.errors import InvalidInput
 from hslake.ids import PROBE_PREFIX, check_sample_id, check_source, token_hash
 from hslake.planfile import PlanRow, Tokenize, int_lists, read_rows, unused_columns
@@ -23,6 +23,7 @@ from hslake.plantext import tokenizer as load_tokenizer
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import LakeSpec, read_spec
 from hslake.store import Store, open_store
+from hslake.tables import catalog
 
 TRAIN, VALIDATION = "train", "validation"
 _ID_HEX = 20  # 80 bits: no two of ten million samples share a default id by chance

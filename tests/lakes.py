@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hslake
-from hslake import checksum, tablefile, tablename
+from hslake import checksum
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
 from hslake.lake import Lake
@@ -19,6 +19,7 @@ from hslake.plan import plan_files
 from hslake.segment.layout import hidden_grid, segment_prefix
 from hslake.segment.shard import parse_index
 from hslake.staging import StagingWriter
+from hslake.tables import tablefile, tablename
 
 ITEM = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 SOURCES = ("A1", "B3", "B4")

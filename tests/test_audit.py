@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 
 import hslake
-from hslake import catalog
 from hslake.audit import audit, lines
 from hslake.errors import InvalidInput, Missing
 from hslake.lake import Lake
 from hslake.plan import plan_files
 from hslake.schemas import arrow_schema
+from hslake.tables import catalog
 from hslake.units import format_bytes, parse_bytes, parse_count
 
 PER_TOKEN = 2 * 8 * 2

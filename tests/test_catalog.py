@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from hslake import catalog, deltalog, tablefile
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.store import Store, open_store
+from hslake.tables import catalog, deltalog, tablefile
 
 SAMPLES = 8
 

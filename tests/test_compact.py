@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import pytest
 from typer.testing import CliRunner
 
-from hslake import catalog
 from hslake.checksum import RowStats
 from hslake.cli import app
 from hslake.compact import Condemned, compact
@@ -27,6 +26,7 @@ from hslake.errors import Missing
 from hslake.ids import RequestId, new_attempt
 from hslake.staging import StagingWriter, read_part, scan
 from hslake.staging.locks import try_lock
+from hslake.tables import catalog
 from hslake.verify import verify
 from hslake.versions import vacuum
 from tests.lakes import MadeLake, make_lake

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import hslake
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.compact import compact
 from hslake.errors import CheckFailed, Corrupt, InvalidInput, Missing
 from hslake.lake import Lake
 from hslake.pins import pin, pins
 from hslake.plan import plan_files
 from hslake.query import run
+from hslake.tables import catalog
 from hslake.verify import verify
 from hslake.versions import delete, log, vacuum
 from hslake.versions.deletion import DeleteReport

@@ -15,13 +15,13 @@ import zarr
 
 import hslake
 import hslake.zarr_dtype  # for open_array: zarr before 3.4.1 loads no entry point there
-from hslake import catalog
 from hslake import lake as lakes
 from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, InvalidInput, Missing
 from hslake.segment.write import SegmentSample, new_segment_id, write_segment
 from hslake.spec import check_fingerprint, model_fingerprint, read_spec
 from hslake.store import Store, open_store
+from hslake.tables import catalog
 from tests.lakes import make_lake
 
 CONFIG = {

@@ -5,11 +5,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from hslake import catalog
 from hslake.compact import compact
 from hslake.errors import Corrupt
 from hslake.picks import mask_fits
 from hslake.staging import scan
+from hslake.tables import catalog
 from tests.lakes import MadeLake, make_lake, replace_table_file
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import hslake
-from hslake import catalog
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.pins import Pin, pin, pins, unpin
+from hslake.tables import catalog
 from hslake.verify import verify
 from hslake.versions import log
 from tests.lakes import MadeLake, make_lake

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hslake import catalog, query
+from hslake import query
 from hslake.errors import HslakeError, InvalidInput, Missing
 from hslake.ids import token_hash
 from hslake.plan import plan_files
 from hslake.spec import ModelInfo, make_spec
 from hslake.store import open_store
+from hslake.tables import catalog
 
 PER_TOKEN = 2 * 4 * 2
 

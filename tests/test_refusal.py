@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import hslake
-from hslake import catalog, pins, plan
+from hslake import pins, plan
 from hslake.errors import HslakeError, NoSpace, Unavailable
 from hslake.store import open_store
+from hslake.tables import catalog
 from hslake.verify import verify
 from tests.lakes import MadeLake, make_lake
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from hslake import catalog, query, rollup
+from hslake import query
 from hslake.errors import Corrupt
 from hslake.store import Store, open_store
+from hslake.tables import catalog, rollup
 
 
 def part(version: int, salt: str = "0") -> str:

@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hslake
-from hslake import catalog
 from hslake.cli import app
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing, Unavailable
 from hslake.pins import pin, pins, unpin
 from hslake.query import run
 from hslake.segment.write import SegmentSample, new_segment_id, write_segment
 from hslake.store import Written, open_store
+from hslake.tables import catalog
 from hslake.verify import hide, verify
 from hslake.versions import delete, log, repair, vacuum
 from tests.faults.proxy import proxied

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import hslake
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.compact import compact
 from hslake.errors import Corrupt, Missing
 from hslake.lake import Lake
 from hslake.pins import pin, pins, unpin
 from hslake.query import run
+from hslake.tables import catalog
 from hslake.torch.dataset import HiddenStateDataset
 from hslake.verify import hide, verify
 from hslake.versions import log, vacuum, vacuuming

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pyarrow as pa
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.compact.choose import Stopped
 from hslake.compactreport import CompactReport
 from hslake.errors import Corrupt, Missing
@@ -22,6 +22,7 @@ from hslake.manifest import Condemned, Deleted, refuse_condemned, refuse_deleted
 from hslake.picks import Doubt, Key, Pick, doubt, manifest_row, segment_sample
 from hslake.progress import Bar
 from hslake.segment.write import Filled, SegmentInfo, Workers, fill, new_segment_id
+from hslake.tables import catalog
 
 log = logging.getLogger("hslake.compact")
 

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.errors import InvalidInput, Unavailable
 from hslake.lake import Lake, open_lake
-from hslake.logcheck import log_differs
 from hslake.pins import read_pins
 from hslake.progress import Bar
 from hslake.segment.layout import HIDDEN
 from hslake.segment.read import SegmentReader
+from hslake.tables import catalog
+from hslake.tables.logcheck import log_differs
 from hslake.verify import anomalies, objects, rows, tables
 from hslake.verify.objects import Problem, Segment
 from hslake.verify.pool import ordered, threads_for

@@ -6,9 +6,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.ids import token_hash
 from hslake.lake import Lake
+from hslake.tables import catalog
 
 
 def hide(lake: Lake, damaged: dict[tuple[str, str], str]) -> int:

@@ -2,9 +2,9 @@
 
 import hashlib
 
-from hslake import catalog
 from hslake.errors import Missing
 from hslake.lake import FINAL_NORM, Lake
+from hslake.tables import catalog
 from hslake.verify.report import Damage
 
 

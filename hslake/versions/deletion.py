@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hslake import catalog, manifest, schemas
+from hslake import manifest, schemas
 from hslake.errors import CheckFailed, Conflict, Corrupt
 from hslake.ids import token_hash
 from hslake.lake import Lake, open_lake
@@ -36,6 +36,7 @@ from hslake.segment.write import (
     new_segment_id,
     write_segment,
 )
+from hslake.tables import catalog
 from hslake.versions.removing import remove
 from hslake.versions.selection import Selection, select
 from hslake.versions.vacuuming import condemn_row

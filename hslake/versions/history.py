@@ -5,9 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hslake import catalog, deltalog, query
+from hslake import query
 from hslake.lake import open_lake
 from hslake.pins import read_pins
+from hslake.tables import catalog, deltalog
 
 _LOG = logging.getLogger(__name__)
 _READERS = 8

@@ -9,11 +9,12 @@ anybody, in any order.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake.lake import Lake
 from hslake.pins import broken, pins
 from hslake.progress import Bar
 from hslake.segment.write import remove_segment
+from hslake.tables import catalog
 
 
 @dataclass

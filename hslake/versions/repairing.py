@@ -22,13 +22,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake import catalog, deltalog, manifest, tablefile, tablename
+from hslake import manifest
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, reason
 from hslake.lake import TABLES
 from hslake.schemas import arrow_schema
 from hslake.spec import read_spec
 from hslake.staging.locks import try_lock
 from hslake.store import Store, open_store, sync_dir
+from hslake.tables import catalog, deltalog, tablefile, tablename
 
 ASIDE = ".repair"
 _AHEAD = 100  # versions past the newest that a stray data file may be of

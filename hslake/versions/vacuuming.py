@@ -15,12 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hslake import catalog, manifest, schemas, tablename
+from hslake import manifest, schemas
 from hslake.errors import Corrupt
 from hslake.lake import Lake, open_lake
 from hslake.pins import Pin, pins
 from hslake.progress import Bar
 from hslake.segment.layout import is_segment_id
+from hslake.tables import catalog, tablename
 from hslake.versions.removing import remove
 
 # Younger unfinished files may be somebody's who is writing them, whatever `retain` says.

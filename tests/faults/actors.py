@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from hslake import catalog, deltalog, picks, tablefile
+from hslake import picks
 from hslake.segment import layout
 from hslake.store import Store
+from hslake.tables import catalog, deltalog, tablefile
 from hslake.verify import quarantine
 from hslake.versions import vacuuming
 

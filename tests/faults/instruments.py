@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hslake import catalog, plan, verify, versions
+from hslake import plan, verify, versions
 from hslake.compact import line, sources
 from hslake.segment import chunks
 from hslake.staging import frames, part, parts, writer
 from hslake.store import Store, Written
+from hslake.tables import catalog
 from tests.faults import hook
 from tests.faults.steps import Steps
 from tests.faults.syscalls import die_at

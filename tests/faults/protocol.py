@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hslake import catalog, manifest, versions
+from hslake import manifest, versions
 from hslake.compactreport import CompactReport
 from hslake.errors import HslakeError
 from hslake.ids import RequestId, new_attempt
@@ -35,6 +35,7 @@ from hslake.lake import open_lake
 from hslake.picks import Pick, plan_rows
 from hslake.segment import inventory
 from hslake.staging.reader import read_part, scan
+from hslake.tables import catalog
 from hslake.verify import hide, verify
 from tests.faults.actors import Actor, instruments
 from tests.faults.hook import Hook, capture

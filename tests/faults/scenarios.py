@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hslake import catalog, manifest
+from hslake import manifest
 from hslake import plan as plans
 from hslake.compact import compact
 from hslake.ids import RequestId, new_attempt
 from hslake.store import open_store
+from hslake.tables import catalog
 from tests.faults import children
 from tests.faults.children import Child, Faults, spawn
 from tests.faults.driver import acknowledged

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import hslake
-from hslake import catalog
 from hslake.compact import compact
 from hslake.errors import CheckFailed, Conflict, Unavailable
 from hslake.store import Store, local, open_store
+from hslake.tables import catalog
 from hslake.verify import verify
 from tests.faults import stores, stores_local
 from tests.faults.proxy import Proxy, Request, first, proxied

@@ -31,7 +31,7 @@ import numpy as np
 from deltalake import Transaction
 
 import hslake
-from hslake import catalog, manifest, rollup, tablefile
+from hslake import manifest
 from hslake.checksum import sample_checksum
 from hslake.compact import compact
 from hslake.errors import Missing
@@ -40,6 +40,7 @@ from hslake.lake import Lake
 from hslake.pins import pin, pins
 from hslake.query import run
 from hslake.segment.write import SegmentInfo, SegmentSample, new_segment_id, write_segment
+from hslake.tables import catalog, rollup, tablefile
 from hslake.verify import hide, verify
 from hslake.versions import log, vacuum
 from tests.faults.results import RESULTS, record

@@ -1,6 +1,6 @@
 """A table's log beside its files: what a changed bit in it would make others read.
 
-Beside hslake.catalog the only module that knows that the tables are Delta tables. A log entry has
+Only this package knows that the tables are Delta tables. A log entry has
 no checksum: what it says is compared with what the files say, whose names hold their digest, and
 with what was loaded, which may have come from a checkpoint.
 """
@@ -14,10 +14,11 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake.catalog import CONFIGURATION, TableState
 from hslake.errors import Missing
 from hslake.schemas import arrow_schema
-from hslake.tablename import version_of
+from hslake.tables.catalog import CONFIGURATION, TableState
+from hslake.tables.deltalog import actions_of, entry_path
+from hslake.tables.tablename import version_of
 
 _READERS = 16
 
@@ -30,10 +31,9 @@ def log_differs(table: TableState) -> list[str]:
     found: list[str] = []
 
     def entry(version: int) -> tuple[str, list[dict[str, Any]] | str]:
-        path = f"{name}/_delta_log/{version:020d}.json"
-        where = store.url(path)
+        where = f"{store.url(name)}/{entry_path(version)}"
         try:
-            return where, [json.loads(s) for s in store.read(path).splitlines() if s.strip()]
+            return where, actions_of(store, name, version)
         except Missing:
             return where, "it is missing"
         except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from hslake.tablename import version_of
+from hslake.tables.tablename import version_of
 
 FOLDER = "_rollup"
 FACTOR = 32

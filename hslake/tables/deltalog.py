@@ -26,6 +26,18 @@ REPAIR = "`hslake repair LAKE --dry-run` says what can be done"
 _RESTORE = "restore the entry from a copy"
 
 
+def entry_path(version: int) -> str:
+    """Path of the entry of `version` below its table."""
+    return f"{LOG}/{version:020d}.json"
+
+
+def actions_of(store: Store, name: str, version: int) -> list[Any]:
+    """The actions of an entry. Raises Missing, and ValueError or RecursionError when it is not one
+    JSON value a line."""
+    lines = store.read(f"{name}/{entry_path(version)}").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
 @dataclass(frozen=True)
 class LogFiles:
     """What a log folder holds: versions of its entries and of its checkpoints, ascending.
@@ -39,7 +51,7 @@ class LogFiles:
 
     def entry(self, version: int) -> Path:
         """Path of the entry of `version`, be it there or not."""
-        return self.folder / f"{version:020d}.json"
+        return self.folder.parent / entry_path(version)
 
 
 def scan(store: Store, name: str) -> LogFiles | None:
@@ -139,7 +151,7 @@ def sync_base(store: Store, name: str, version: int) -> None:
     It may be another writer's who has not come to that yet. As everybody does it, only the newest
     entry can be torn by a power cut.
     """
-    path = store.local(f"{name}/{LOG}/{version:020d}.json")
+    path = store.local(f"{name}/{entry_path(version)}")
     if store.is_local and path.exists():
         sync_file(path)
 
@@ -149,7 +161,7 @@ def sync(store: Store, name: str, version: int) -> None:
     if not store.is_local:
         return
     folder = store.local(f"{name}/{LOG}")
-    files = [folder / f"{version:020d}.json"]
+    files = [folder.parent / entry_path(version)]
     checkpoint = folder / f"{version:020d}.checkpoint.parquet"
     if checkpoint.exists():
         files += [checkpoint, folder / HINT]
@@ -170,14 +182,14 @@ class CommitInfo:
 
 def commit_info(store: Store, name: str, version: int) -> CommitInfo:
     """Who made a version of a table, local or not, and in which transaction. Raises Corrupt."""
-    path = f"{name}/{LOG}/{version:020d}.json"
     try:
-        actions = [json.loads(line) for line in store.read(path).splitlines() if line.strip()]
+        actions = actions_of(store, name, version)
         info: dict[str, Any] = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
         txn = next((a["txn"]["appId"] for a in actions if "txn" in a), "")
     except (Missing, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(
-            f"{store.url(path)}: the log entry cannot be read: {reason(error)}; {REPAIR}"
+            f"{store.url(name)}/{entry_path(version)}: the log entry cannot be read: "
+            f"{reason(error)}; {REPAIR}"
         ) from None
     return CommitInfo(str(info.get(BY, "")), str(txn))
 

@@ -1,4 +1,4 @@
-"""The lake's tables. The only module that knows that they are Delta tables.
+"""The lake's tables as versions, and commits to them.
 
 Every commit is a compare-and-swap: the caller decides on the table at version V, and its rows are
 in version V + 1 or nowhere. Nothing is ever updated or removed.
@@ -19,10 +19,10 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Sc
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
-from hslake import deltalog, rollup, tablefile, tablename
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, Missing, Unavailable, reason
 from hslake.schemas import arrow_schema
 from hslake.store import Store, refusal, remote_failure, sync_dir, sync_file
+from hslake.tables import deltalog, rollup, tablefile, tablename
 
 # Delta's defaults clean the log up after 30 days, and pinned versions no longer load.
 CONFIGURATION: dict[str, str | None] = {
@@ -42,11 +42,7 @@ _LISTINGS = 8  # of a log whose newest entry they lack
 _MOST_VERSIONS = 2**62
 
 
-def _entry(version: int) -> str:
-    return f"_delta_log/{version:020d}.json"
-
-
-_FIRST_ENTRY = _entry(0)
+_FIRST_ENTRY = deltalog.entry_path(0)
 
 
 class TableState:
@@ -248,7 +244,7 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                     "store and run it again"
                 ) from error
         if store.is_local:
-            log = store.local(f"{name}/_delta_log")
+            log = store.local(f"{name}/{deltalog.LOG}")
             for path in log.glob("*.json"):
                 sync_file(path)
             for folder in (log, log.parent, log.parent.parent):
@@ -283,7 +279,7 @@ def open_table(store: Store, name: str, version: int | None = None) -> TableStat
             if not store.exists(f"{name}/{_FIRST_ENTRY}"):
                 raise
         else:
-            if not store.exists(f"{name}/{_entry(newer.version + 1)}"):
+            if not store.exists(f"{name}/{deltalog.entry_path(newer.version + 1)}"):
                 return newer
             if found is not None and newer.version > found.version:
                 return newer  # others commit faster than we look: it is newer than this call
@@ -340,7 +336,7 @@ def _load(store: Store, name: str, version: int | None) -> TableState:
 def _check_access(store: Store, name: str) -> None:
     """Raise Unavailable when the store or the machine keeps the log from us."""
     store.exists(f"{name}/{_FIRST_ENTRY}")
-    for path in store.list(f"{name}/_delta_log") if store.is_local else ():
+    for path in store.list(f"{name}/{deltalog.LOG}") if store.is_local else ():
         store.read_range(path, 0, 1)
 
 

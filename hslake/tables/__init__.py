@@ -1,0 +1,1 @@
+"""The lake's tables: Delta logs with compare-and-swap commits, files with digests, roll-ups."""
