@@ -1,5 +1,5 @@
-"""The order of the modules. With `pytest -n 2` each process takes the next one: the longest first, or
-one process works at the last of them for minutes while the other has nothing to do."""
+"""The order of the modules. With `pytest -n 2` each process takes the next one: the longest first,
+or one process works at the last of them for minutes while the other has nothing to do."""
 
 from pathlib import Path
 
