@@ -77,7 +77,7 @@ demo: $(VENV)/.ready $(MODEL)/config.json
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
 	  --server-python $(SGL)/bin/python $(ARGS)
 
-# What only waits runs in the background all the while (see BESIDE); the rest in order, each on every
+# What mostly waits runs in the background all the while (see BESIDE); the rest in order, each on every
 # core. The environments are independent of each other, and installing waits for disk and network.
 test:
 	@$(MAKE) -j3 env-sglang env env-312 model
@@ -125,6 +125,8 @@ MOUNTS := $(shell [ "$$(id -u)" = 0 ] || ! unshare -Urm true 2>/dev/null || echo
 # They mostly wait, the first for longer than SGLang's watchdog (HSLAKE_FULL_SECONDS, 400): so each
 # runs in a process beside the others, and its output comes after theirs.
 BESIDE := full_staging trouble
+# Servers at once in the rest; one alone leaves half of two cores idle.
+E2E_JOBS ?= 2
 E2E := HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL))
 
 # $(call beside,COMMAND): COMMAND with BESIDE in the background, then their output. Whatever ends
@@ -151,10 +153,9 @@ endef
 e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	@$(call beside,$(MAKE) e2e-others)
 
-# Two servers at once: one alone leaves half of two cores idle.
 e2e-others: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	@echo "==> end-to-end tests with real SGLang servers"
-	$(E2E) $(call pytest,$(VENV),2) tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py)
+	$(E2E) $(call pytest,$(VENV),$(E2E_JOBS)) tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py)
 
 format: $(VENV)/.ready
 	@$(VENV)/bin/ruff check --fix --quiet .
