@@ -20,6 +20,9 @@ PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14 \
 ENGINE ?= sglang
 DEMO ?= .demo
 ARGS ?=
+# Tests at once. They start servers and processes of their own and wait for them a lot, so two even
+# on one core; each takes about a gigabyte, so not one for each core of a large machine.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 4 ? 4 : n < 2 ? 2 : n)))
 TORCH ?= torch==2.13.0
 
 VENV := .venv
@@ -27,9 +30,12 @@ V312 := .venv312
 SGL := .venv-sglang
 MODEL := .demo/model
 CPU := examples/sglang_cpu
-pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq
+# A module's tests stay together: they share servers and lakes.
+pytest = $(1)/bin/python -m pytest -n $(2) --dist loadfile --no-loadscope-reorder
+# Compiled when imported: most of what is installed never is.
+pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
 
-.PHONY: help demo test lint types unit py312 e2e env env-sglang model format clean
+.PHONY: help demo test lint types unit py312 e2e e2e-others env env-312 env-sglang model format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -71,7 +77,12 @@ demo: $(VENV)/.ready $(MODEL)/config.json
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/hslake demo $(DEMO) --engine $(ENGINE) --model $(MODEL) \
 	  --server-python $(SGL)/bin/python $(ARGS)
 
-test: lint types unit py312 e2e
+# What mostly waits runs in the background all the while (see BESIDE); the rest in order, each on every
+# core. The environments are independent of each other, and installing waits for disk and network.
+test:
+	@$(MAKE) -j3 env-sglang env env-312 model
+	$(MAKE) lint types
+	$(call beside,$(MAKE) unit && $(MAKE) py312 && $(MAKE) e2e-others)
 
 lint: $(VENV)/.ready
 	@echo "==> lint"
@@ -84,13 +95,14 @@ types: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	@echo "==> unit tests"
-	$(VENV)/bin/python -m pytest tests --ignore tests/e2e
+	$(call pytest,$(VENV),$(JOBS)) tests --ignore tests/e2e
 
 # What touches Zarr, Delta or a store; none of it needs torch.
 STORAGE := tests/segment tests/staging tests/test_catalog.py tests/test_compact.py \
   tests/test_lake.py tests/test_s3.py
 
 ifeq ($(PYTHON312),)
+env-312:
 py312:
 	@echo "==> SKIPPED: storage tests with the newest zarr: no Python 3.12 or newer was found;"
 	echo "    name one with: make py312 PYTHON312=/path/to/python3.12"
@@ -98,13 +110,14 @@ else
 $(V312)/.ready: pyproject.toml
 	@echo "==> $(V312): hslake and its tests without torch on $(PYTHON312) (once, about a minute)"
 	[ -x $(V312)/bin/python ] || $(PYTHON312) -m venv $(V312)
-	$(call pip,$(V312)) --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(call pip,$(V312)) --upgrade --upgrade-strategy eager -e '.[storage-tests]'
 	touch $@
 
+env-312: $(V312)/.ready
 py312: $(V312)/.ready
 	@echo "==> storage tests with the newest zarr"
 	$(V312)/bin/python -c 'import sys, zarr; print("Python", sys.version.split()[0], "zarr", zarr.__version__)'
-	$(V312)/bin/python -m pytest $(STORAGE) -k 'not ceph'
+	$(call pytest,$(V312),$(JOBS)) $(STORAGE) -k 'not ceph'
 endif
 
 # Who is not root may mount the small tmpfs that the tests fill in a namespace of their own.
@@ -112,25 +125,37 @@ MOUNTS := $(shell [ "$$(id -u)" = 0 ] || ! unshare -Urm true 2>/dev/null || echo
 # They mostly wait, the first for longer than SGLang's watchdog (HSLAKE_FULL_SECONDS, 400): so each
 # runs in a process beside the others, and its output comes after theirs.
 BESIDE := full_staging trouble
+# Servers at once in the rest; one alone leaves half of two cores idle.
+E2E_JOBS ?= 2
+E2E := HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL))
+
+# $(call beside,COMMAND): COMMAND with BESIDE in the background, then their output. Whatever ends
+# this, they end: a background process of a shell ignores Ctrl-C, so they are told to terminate.
+define beside
+output=$$(mktemp -d); failed=0; beside=
+trap 'kill $$beside 2>/dev/null || true; wait; rm -rf "$$output"' EXIT
+trap 'exit 130' INT TERM
+for name in $(BESIDE); do
+  $(E2E) $(MOUNTS) $(VENV)/bin/python -m pytest -rs -p no:cacheprovider tests/e2e/test_$$name.py \
+    >"$$output/$$name" 2>&1 & beside="$$beside $$!"
+done
+{ $(1); } || failed=1
+set -- $$beside
+for name in $(BESIDE); do
+  wait $$1 || failed=1
+  echo "==> tests/e2e/test_$$name.py, which ran beside the others"
+  cat "$$output/$$name"; shift
+done
+[ $$failed = 0 ] || echo "==> FAILED: see above"
+exit $$failed
+endef
 
 e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
+	@$(call beside,$(MAKE) e2e-others)
+
+e2e-others: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	@echo "==> end-to-end tests with real SGLang servers"
-	export HSLAKE_SGLANG_PYTHON=$(abspath $(SGL))/bin/python HSLAKE_TEST_MODEL=$(abspath $(MODEL))
-	output=$$(mktemp -d); failed=0; beside=
-	trap 'kill $$beside 2>/dev/null || true; wait; rm -rf "$$output"' EXIT
-	trap 'exit 130' INT TERM
-	for name in $(BESIDE); do
-	  $(MOUNTS) $(VENV)/bin/python -m pytest -rs -p no:cacheprovider tests/e2e/test_$$name.py \
-	    >"$$output/$$name" 2>&1 & beside="$$beside $$!"
-	done
-	$(VENV)/bin/python -m pytest tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py) || failed=1
-	set -- $$beside
-	for name in $(BESIDE); do
-	  wait $$1 || failed=1
-	  echo "==> tests/e2e/test_$$name.py, which ran beside them"
-	  cat "$$output/$$name"; shift
-	done
-	exit $$failed
+	$(E2E) $(call pytest,$(VENV),$(E2E_JOBS)) tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py)
 
 format: $(VENV)/.ready
 	@$(VENV)/bin/ruff check --fix --quiet .
