@@ -30,8 +30,9 @@ V312 := .venv312
 SGL := .venv-sglang
 MODEL := .demo/model
 CPU := examples/sglang_cpu
-# A module's tests stay together: they share servers and lakes.
-pytest = $(1)/bin/python -m pytest -n $(2) --dist loadfile --no-loadscope-reorder
+# A module's tests stay together: they share servers and lakes. The servers that run beside them go
+# first: they have a watchdog, and clients that wait.
+pytest = nice -n 10 $(1)/bin/python -m pytest -n $(2) --dist loadfile --no-loadscope-reorder
 # Compiled when imported: most of what is installed never is.
 pip = $(1)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
 
@@ -155,7 +156,8 @@ e2e: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 
 e2e-others: $(VENV)/.ready $(SGL)/.ready $(MODEL)/config.json
 	@echo "==> end-to-end tests with real SGLang servers"
-	$(E2E) $(call pytest,$(VENV),$(E2E_JOBS)) tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py)
+	export $(E2E)
+	$(call pytest,$(VENV),$(E2E_JOBS)) tests/e2e $(BESIDE:%=--ignore tests/e2e/test_%.py)
 
 format: $(VENV)/.ready
 	@$(VENV)/bin/ruff check --fix --quiet .

@@ -6,20 +6,20 @@ import urllib.request
 from typing import Any
 
 
-def get(url: str, timeout: float = 60.0) -> Any:
+def get(url: str, timeout: float = 180.0) -> Any:
     """Parsed JSON of a GET."""
     with urllib.request.urlopen(url, timeout=timeout) as answer:
         return json.loads(answer.read() or b"null")
 
 
-def text(url: str, timeout: float = 60.0) -> str:
+def text(url: str, timeout: float = 180.0) -> str:
     """Body of a GET."""
     with urllib.request.urlopen(url, timeout=timeout) as answer:
         body: bytes = answer.read()
         return body.decode()
 
 
-def code(url: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> int:
+def code(url: str, body: dict[str, Any] | None = None, timeout: float = 180.0) -> int:
     """Status code of a GET, or of a POST of `body`."""
     try:
         with urllib.request.urlopen(_call(url, body), timeout=timeout) as answer:
@@ -29,7 +29,7 @@ def code(url: str, body: dict[str, Any] | None = None, timeout: float = 60.0) ->
         return error.code
 
 
-def post(url: str, body: dict[str, Any], timeout: float = 120.0) -> Any:
+def post(url: str, body: dict[str, Any], timeout: float = 180.0) -> Any:
     """Parsed JSON answer of a POST."""
     with urllib.request.urlopen(_call(url, body), timeout=timeout) as answer:
         return json.loads(answer.read() or b"null")
