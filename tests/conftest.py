@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-# Of a minute or more, longest first.
+# Those that hold the most work.
 LONGEST = ("test_s3", "test_stores", "test_points", "test_protocol", "test_kills", "test_extract")
 _TURN = {name: turn for turn, name in enumerate(LONGEST)}
 

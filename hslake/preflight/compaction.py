@@ -1,6 +1,5 @@
 """What the compactor would sustain on this machine, from real rows: encode, check, hash, put."""
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import numpy as np
 from hslake.checksum import rows_checksum
 from hslake.errors import Corrupt
 from hslake.preflight.probe import Rows
+from hslake.segment import inventory
 from hslake.segment.codec import decode_chunk, encode_chunk
 from hslake.segment.write import default_threads
 from hslake.spec import LakeSpec
@@ -79,5 +79,5 @@ def _code(spec: LakeSpec, part: np.ndarray, at: int) -> tuple[bytes, int]:
         whole = np.zeros((spec.geometry.chunk_tokens, spec.hidden_size), part.dtype)
         whole[: len(part)] = part
     data = encode_chunk(spec, whole)
-    hashlib.sha256(data).digest()  # for the inventory
+    inventory.describe("burst", [data])
     return data, rows_checksum(decode_chunk(spec, data, "burst")[: len(part)], at)

@@ -40,8 +40,6 @@ _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
 _LISTINGS = 8  # of a log whose newest entry they lack
 _MOST_VERSIONS = 2**62
-
-
 _FIRST_ENTRY = deltalog.entry_path(0)
 
 

@@ -32,10 +32,14 @@ def entry_path(version: int) -> str:
 
 
 def actions_of(store: Store, name: str, version: int) -> list[Any]:
-    """The actions of an entry. Raises Missing, and ValueError or RecursionError when it is not one
+    """The actions of an entry. Raises Missing, and what `_parse` does."""
+    return _parse(store.read(f"{name}/{entry_path(version)}"))
+
+
+def _parse(data: bytes) -> list[Any]:
+    """The actions in an entry's bytes. Raises ValueError or RecursionError when they are not one
     JSON value a line."""
-    lines = store.read(f"{name}/{entry_path(version)}").splitlines()
-    return [json.loads(line) for line in lines if line.strip()]
+    return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def problem(path: Path) -> str | None:
     if not data.strip(b"\0"):
         return f"{path} is torn: {len(data)} zero bytes"
     try:
-        actions = [json.loads(line) for line in data.splitlines() if line.strip()]
+        actions = _parse(data)
         kinds = {k for a in actions for k in a}
         operation = next((a["commitInfo"]["operation"] for a in actions if "commitInfo" in a), "")
     except (ValueError, TypeError, KeyError, RecursionError) as e:

@@ -1,8 +1,7 @@
 """A table's log beside its files: what a changed bit in it would make others read.
 
-Only this package knows that the tables are Delta tables. A log entry has
-no checksum: what it says is compared with what the files say, whose names hold their digest, and
-with what was loaded, which may have come from a checkpoint.
+A log entry has no checksum: what it says is compared with what the files say, whose names hold
+their digest, and with what was loaded, which may have come from a checkpoint.
 """
 
 import json

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,27 @@ class LateSide:
         self.released += forwards
 
 
+def writer_in(staging: Path, **more: Any) -> StagingWriter:
+    """A buffered writer of the toy model's lake."""
+    return StagingWriter(
+        staging,
+        make_spec(STREAMS),
+        fingerprint={"config": None, "weights": None},
+        engine={"hook_version": "1"},
+        buffered=True,
+        **more,
+    )
+
+
+def attach(capture: Capture, model: Toy) -> None:
+    """The capture on the model's logits processor, as attach.py wires it."""
+    (processor,) = find_logits_processors(model)
+    processor.register_forward_pre_hook(
+        lambda m, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
+        with_kwargs=True,
+    )
+
+
 class Server:
     """The toy model, a real staging writer, and copies that come late."""
 
@@ -70,23 +92,11 @@ class Server:
         self.spec = make_spec(STREAMS)
         self.model = Toy()
         self.side = LateSide()
-        self.writer = StagingWriter(
-            staging,
-            self.spec,
-            part_tokens=part_tokens,
-            max_parts=max_parts,
-            fingerprint={"config": None, "weights": None},
-            engine={"hook_version": "1"},
-            buffered=True,
-        )
+        self.writer = writer_in(staging, part_tokens=part_tokens, max_parts=max_parts)
         self.capture = Capture(
             self.spec, Taps(self.model, self.spec), self.writer, side=self.side, upkeep=False
         )
-        (processor,) = find_logits_processors(self.model)
-        processor.register_forward_pre_hook(
-            lambda m, args, kwargs: self.capture.before_logits(*logits_inputs(args, kwargs)),
-            with_kwargs=True,
-        )
+        attach(self.capture, self.model)
 
     def forward(self, *requests: tuple) -> None:
         batch = make_batch(list(requests))
@@ -300,22 +310,9 @@ def test_the_status_tells_how_often_the_gpu_ran_out_of_memory(tmp_path: Path) ->
 
 def test_parts_are_made_beside_the_forwards(tmp_path: Path) -> None:
     spec, model = make_spec(STREAMS), Toy()
-    writer = StagingWriter(
-        tmp_path,
-        spec,
-        part_tokens=16,
-        max_parts=4,
-        fingerprint={"config": None, "weights": None},
-        engine={"hook_version": "1"},
-        ahead=True,
-        buffered=True,
-    )
+    writer = writer_in(tmp_path, part_tokens=16, max_parts=4, ahead=True)
     capture = Capture(spec, Taps(model, spec), writer)
-    (processor,) = find_logits_processors(model)
-    processor.register_forward_pre_hook(
-        lambda m, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
-        with_kwargs=True,
-    )
+    attach(capture, model)
     samples = [sample(name, 12, i) for i, name in enumerate("abcd")]
     for rid, prompt in samples:  # each needs a part of its own
         batch = make_batch([(rid.encode(), prompt, 0, 12)])
@@ -336,21 +333,9 @@ def test_the_upkeep_thread_stays_out_while_the_server_launches(
     """Every call it makes would take Python's lock from the thread that feeds the GPU."""
     monkeypatch.setattr(module, "_LAUNCH_S", 60.0)
     spec, model, side = make_spec(STREAMS), Toy(), LateSide()
-    writer = StagingWriter(
-        tmp_path,
-        spec,
-        part_tokens=16,
-        max_parts=2,
-        fingerprint={"config": None, "weights": None},
-        engine={"hook_version": "1"},
-        buffered=True,
-    )
+    writer = writer_in(tmp_path, part_tokens=16, max_parts=2)
     capture = Capture(spec, Taps(model, spec), writer, side=side)
-    (processor,) = find_logits_processors(model)
-    processor.register_forward_pre_hook(
-        lambda m, args, kwargs: capture.before_logits(*logits_inputs(args, kwargs)),
-        with_kwargs=True,
-    )
+    attach(capture, model)
     (a, pa), (b, pb) = sample("a", 4, 1), sample("b", 4, 2)
     batch = make_batch([(a.encode(), pa, 0, 4)])
     capture.before_forward(batch)
