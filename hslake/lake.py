@@ -18,6 +18,7 @@ from hslake import modelinfo
 from hslake.checksum import sample_checksum
 from hslake.errors import Conflict, Corrupt, InvalidInput, Missing
 from hslake.ids import token_hash
+from hslake.runlog import open_runs
 from hslake.segment.read import SegmentReader
 from hslake.spec import (
     DTYPES,
@@ -119,6 +120,10 @@ class Lake:
         """The plan at `plan_version`."""
         return self._plan
 
+    def runs_table(self) -> catalog.TableState | None:
+        """The run log as it is now; None before the first run."""
+        return open_runs(self.store)
+
     def refresh(self) -> Lake:
         """The same lake at its newest version."""
         return _open(self.store, self.spec, None)
@@ -146,7 +151,7 @@ class Lake:
             return self._connection
 
     def sql(self, query: str, params: Mapping[str, Any] | None = None) -> duckdb.DuckDBPyRelation:
-        """Relation of one SELECT over samples, segments, plan, coverage and versions.
+        """Relation of one SELECT over samples, segments, plan, coverage, versions and runs.
 
         `params` are the query's `$name`s. Raises InvalidInput with DuckDB's message for anything
         but one SELECT that it can plan. The relation is lazy: what goes wrong in its rows (a cast,

@@ -79,6 +79,8 @@ class NamedQuery:
 def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     """A read-only connection with the views of `lake` at the version it is open at."""
     tables = {"manifest": lake.manifest_table(), "plan": lake.plan_table()}
+    if (runs := lake.runs_table()) is not None:
+        tables["runs"] = runs
     return connect_files(
         {name: table.row_files() for name, table in tables.items()},
         lake.spec,
@@ -93,7 +95,8 @@ def connect_files(
     filesystem: Any = None,
     changes: Mapping[str, Sequence[str]] | None = None,
 ) -> duckdb.DuckDBPyConnection:
-    """A connection over explicit Parquet files: `files["manifest"]` and `files["plan"]`.
+    """A connection over explicit Parquet files: of "manifest", "plan" and "runs", as far as
+    they are in `files`.
 
     `filesystem`: the fsspec filesystem that opens them when they are not local; `changes`: those
     of the files that may hold hides and tombstones (default: all).
@@ -123,7 +126,7 @@ def connect_files(
 
     paths = {name: canonical(urls) for name, urls in files.items()}
     for table, name, sql in TAKEN_AWAY:
-        some = canonical((changes or files)[name])
+        some = canonical((changes or files).get(name, []))
         _run(con, f"create temp table {table} as {sql.format(log=_rows(name, some))}", some)
     _spec_view(con, spec)
     # Making a view binds it, which opens every file under it, and the views stand on one another:
@@ -133,8 +136,8 @@ def connect_files(
     for view, sql in VIEWS.items():
         con.execute(f"create temp view {view} as {sql}")
     for view, name in LOGS.items():
-        made = f"create or replace temp view {view} as {_rows(name, paths[name])}"
-        _run(con, made, paths[name])
+        have = paths.get(name, [])
+        _run(con, f"create or replace temp view {view} as {_rows(name, have)}", have)
     con.execute(f"set allowed_paths = {_literal([p for some in paths.values() for p in some])}")
     con.execute("set enable_external_access = false")
     con.execute("set lock_configuration = true")
@@ -394,8 +397,8 @@ def _failed(con: duckdb.DuckDBPyConnection, error: Exception) -> HslakeError:
             return damage
     return InvalidInput(
         f"the query failed. DuckDB says: {str(error).strip()}\n"
-        "Views: samples, segments, plan, coverage, versions (columns: docs/sql.md, or "
-        '"describe samples")'
+        "Views: samples, segments, plan, coverage, versions, runs, refusals, canaries (columns: "
+        'docs/sql.md, or "describe samples")'
     )
 
 

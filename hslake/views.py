@@ -9,7 +9,7 @@ once keeps the columns it needs in a materialized CTE.
 """
 
 # Views over a table's files, and the table.
-LOGS = {"manifest": "manifest", "plan_log": "plan"}
+LOGS = {"manifest": "manifest", "plan_log": "plan", "run_log": "runs"}
 
 # What takes rows away is small and in few files: read once, when a connection is made.
 HIDES = "select distinct sample_id, segment_id from ({log}) where op = 'hide'"
@@ -115,5 +115,50 @@ VIEWS: dict[str, str] = {
             coalesce(sum(freed_raw_bytes), 0)::bigint as freed_raw_bytes,
             coalesce(sum(freed_bytes), 0)::bigint as freed_bytes
         from per_segment group by commit_version
+    """,
+    # What a run said last stands, be it killed before it could say how it ended.
+    "runs": """
+        select
+            run_id,
+            any_value(command) as command,
+            any_value(host) as host,
+            min(told_at) filter (op = 'start') as started_at,
+            max(told_at) as last_seen_at,
+            max(told_at) filter (op = 'end') as ended_at,
+            any_value(outcome) filter (op = 'end') as outcome,
+            any_value(reason) filter (op = 'end') as reason,
+            arg_max(planned, seq) as planned,
+            arg_max(committed, seq) as committed,
+            arg_max(missing, seq) as missing,
+            arg_max(captured, seq) as captured,
+            arg_max(captured_tokens, seq) as captured_tokens,
+            arg_max(retried, seq) as retried,
+            arg_max(dropped, seq) as dropped,
+            arg_max(refused, seq) as refused,
+            count(*) filter (op = 'canary') as canaries,
+            arg_max(elapsed_ms, seq) filter (captured is not null) / 1000 as seconds,
+            1000 * arg_max(captured_tokens, seq)
+                / nullif(arg_max(elapsed_ms, seq) filter (captured is not null), 0)
+                as tokens_per_second,
+            any_value(details) filter (op = 'start') as options,
+            arg_max(details, seq) filter (op <> 'start') as servers
+        from run_log where op <> 'repair' group by run_id
+    """,
+    # The latest word on a sample: of one commit, which is of one run, the row told last.
+    "refusals": """
+        select sample_id, token_hash, reason, server, run_id, told_at as refused_at
+        from (
+            select * from run_log where op in ('refuse', 'allow')
+            qualify row_number() over (
+                partition by sample_id, token_hash order by commit_version desc, seq desc
+            ) = 1
+        )
+        where op = 'refuse'
+    """,
+    "canaries": """
+        select
+            sample_id, token_hash, attempt, server, run_id, told_at as asked_at, first_position,
+            log_probs
+        from run_log where op = 'canary'
     """,
 }

@@ -33,13 +33,14 @@ CONFIGURATION: dict[str, str | None] = {
 _PROTOCOL = (1, 2)
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 _READERS = 8
-_ROLLED_UP = ("manifest",)  # the plan grows by few commits and large files
+_ROLLED_UP = ("manifest", "runs")  # the plan grows by few commits and large files
 _ROLL_UPS = 16  # at most by one commit: a lake that has none yet must not stop it for minutes
 _MANY_CHANGES = 64  # files with hides: more of them are quicker read as roll-ups
 _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
 _LISTINGS = 8  # of a log whose newest entry they lack
 _MOST_VERSIONS = 2**62
+LOG = deltalog.LOG
 _FIRST_ENTRY = deltalog.entry_path(0)
 
 
@@ -222,6 +223,17 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
 
     Raises InvalidInput when it is there and holds rows.
     """
+    ensure_table(store, name, schema)
+    state = open_table(store, name)
+    if state.files():
+        raise InvalidInput(
+            f"{store.url(name)} is a table with rows, expected none: another lake was here"
+        )
+    return state
+
+
+def ensure_table(store: Store, name: str, schema: pa.Schema | None = None) -> None:
+    """Make the table unless it is there, be it with rows."""
     fields = schema or arrow_schema(name)
     with store.errors(name):
         try:
@@ -247,12 +259,6 @@ def create_table(store: Store, name: str, schema: pa.Schema | None = None) -> Ta
                 sync_file(path)
             for folder in (log, log.parent, log.parent.parent):
                 sync_dir(folder)
-    state = open_table(store, name)
-    if state.files():
-        raise InvalidInput(
-            f"{store.url(name)} is a table with rows, expected none: another lake was here"
-        )
-    return state
 
 
 def open_table(store: Store, name: str, version: int | None = None) -> TableState:

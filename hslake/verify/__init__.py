@@ -57,7 +57,7 @@ def verify(
     begun = time.monotonic()
     lake = open_lake(lake_url)
     report = VerifyReport(level)
-    for table in (lake.manifest_table(), lake.plan_table()):
+    for table in filter(None, (lake.manifest_table(), lake.plan_table(), lake.runs_table())):
         table.check(table.digested())  # the others, page by page
         report.damage += [Damage("", what, ()) for what in log_differs(table)]
         report.warnings += tables.strays(table)

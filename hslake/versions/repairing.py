@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hslake import manifest
+from hslake import runlog
 from hslake.errors import Conflict, Corrupt, HslakeError, InvalidInput, reason
 from hslake.lake import TABLES
 from hslake.schemas import arrow_schema
@@ -32,6 +33,11 @@ from hslake.store import Store, open_store, sync_dir
 from hslake.tables import catalog, deltalog, tablefile, tablename
 
 ASIDE = ".repair"
+_AGAIN = {
+    "manifest": "extract captures its samples again",
+    "plan": "plan its files again",
+    "runs": "refused samples in it are asked for again",
+}
 _AHEAD = 100  # versions past the newest that a stray data file may be of
 
 
@@ -84,8 +90,13 @@ def repair(lake_url: str, dry_run: bool = False, give_up: bool = False) -> Repai
             return _mend(store, give_up)
 
 
+def _tables(store: Store) -> tuple[str, ...]:
+    """Those that every lake has, and the run log where there is one."""
+    return TABLES if not store.list(runlog.TABLE) else (*TABLES, runlog.TABLE)
+
+
 def _look(store: Store, give_up: bool) -> Iterator[Finding]:
-    for table in TABLES:
+    for table in _tables(store):
         found = list(_log_problems(store, table))
         yield from found
         if not any(f.moves or not f.action for f in found):
@@ -98,7 +109,7 @@ def _mend(store: Store, give_up: bool) -> RepairReport:
     aside = f"{ASIDE}/{at:%Y%m%dT%H%M%S}.{at.microsecond:06d}Z"
     report = RepairReport([], False)
     torn: dict[str, int] = {}  # data files of torn commits -> version
-    for table in TABLES:
+    for table in _tables(store):
         for finding in list(_log_problems(store, table)):
             report.findings.append(finding)
             if finding.reach is not None:
@@ -108,7 +119,7 @@ def _mend(store: Store, give_up: bool) -> RepairReport:
     for path, version in torn.items():
         _reach(store, path.partition("/")[0], version)
         _put_aside(store, (path,), aside, report)
-    for table in TABLES:
+    for table in _tables(store):
         for finding in list(_data_problems(store, table, give_up)):
             report.findings.append(finding)
             if finding.reach is not None:
@@ -181,7 +192,7 @@ def _log_problems(store: Store, table: str) -> Iterator[Finding]:
 
 def _torn(store: Store, table: str, log: deltalog.LogFiles, version: int, what: str) -> Finding:
     held = "; ".join(_held(store, table, n) for n in _data_files(store, table)[version])
-    again = "plan its files again" if table == "plan" else "extract captures its samples again"
+    again = _AGAIN[table]
     return Finding(
         table,
         f"{what}: the newest commit, which was never reported as done",
@@ -299,19 +310,20 @@ def _reach(store: Store, table: str, version: int) -> None:
     """
     while (now := catalog.open_table(store, table).version) < version:
         text = f"versions up to {version} taken by repair, so that a stray data file can go aside"
-        build = _note(text) if table == "manifest" else _plan_note
-        catalog.commit(store, table, build, f"repair-{version}-{now}")
+        catalog.commit(store, table, _note(table, text), f"repair-{version}-{now}")
 
 
-def _note(text: str) -> Callable[[catalog.TableState], pa.Table | None]:
-    row = {"op": "repair", "committed_at": datetime.now(UTC), "reason": text}
-    return lambda _: manifest.rows([row])
-
-
-def _plan_note(_: catalog.TableState) -> pa.Table:
-    fields = [f for f in arrow_schema("plan") if f.name != "commit_version"]
-    row = {"op": "repair", "sample_id": "", "planned_at": datetime.now(UTC)}
-    return pa.Table.from_pylist([row], schema=pa.schema(fields))
+def _note(table: str, text: str) -> Callable[[catalog.TableState], pa.Table]:
+    """Builds a row that says nothing of any sample or run."""
+    now = datetime.now(UTC)
+    rows: dict[str, dict[str, Any]] = {
+        "manifest": {"committed_at": now, "reason": text},
+        "plan": {"sample_id": "", "planned_at": now},
+        "runs": {"run_id": "", "seq": 0, "told_at": now, "reason": text},
+    }
+    fields = [f for f in arrow_schema(table) if f.name != "commit_version"]
+    found = pa.Table.from_pylist([{"op": "repair", **rows[table]}], schema=pa.schema(fields))
+    return lambda _: found
 
 
 def _move(store: Store, path: str, aside: str) -> bool:
