@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hslake.ids import RequestId, new_attempt
+from hslake.items import Item, Items
 from hslake.jobs import Job, JobQueue
 from hslake.reach import Reach
 from hslake.server import CAPTURED, Event, Server
 from hslake.slot import Flight, Slot
-from hslake.worklist import Item
 
 log = logging.getLogger("hslake.extract")
 
@@ -65,7 +65,8 @@ class Driver:
         self.lake_id = lake_id
         self.limits, self.when_full = limits, when_full
         self.reach = reach or {}  # of servers by URL, as far as it is known already
-        self.queue = JobQueue(items, read_ids)
+        tokens = items.tokens if isinstance(items, Items) else sum(i.length for i in items)
+        self.queue = JobQueue(items, tokens, read_ids)
         self.slots = [Slot(self, server) for server in servers]
         self.attempts: dict[str, Job] = {}  # of jobs that are not done
         self.left = len(items)
@@ -177,11 +178,29 @@ class Driver:
                 return None, False
             if job.length > best.tokens:
                 self.refuse(job, best.why)
+            elif not self._in_time(slot):
+                self.queue.put_back(job)
+                return None, False
             elif fits(job.length):
                 return job, False
             else:
                 self.queue.put_back(job)
                 return None, True
+
+    def _in_time(self, slot: Slot) -> bool:
+        """Whether `slot`, at its pace, is through with what it has when all is done at that of all.
+
+        Always so until near the end; then the last samples go to whoever is free first, and a slow
+        server does not keep everybody waiting."""
+        if not slot.asked_tokens:
+            return True
+        up = [s for s in self.slots if s.up]
+        rates = [s.pace.rate() for s in up]
+        mine, whole = slot.pace.rate(), sum(rate or 0.0 for rate in rates)
+        if None in rates or mine is None or not whole:
+            return True
+        left = self.queue.tokens + sum(s.asked_tokens for s in up)
+        return slot.asked_tokens * whole <= mine * left
 
     def request_id(self, job: Job) -> RequestId:
         """A request id for a new attempt of `job`."""

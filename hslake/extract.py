@@ -29,6 +29,7 @@ from hslake.extractreport import (
     ServerUse,
     last_line,
 )
+from hslake.items import Item, Items
 from hslake.lake import Lake
 from hslake.listeners import server_at
 from hslake.progress import ProgressMaker, Silent
@@ -39,14 +40,13 @@ from hslake.slot import not_answered, unfit
 from hslake.spec import LakeSpec
 from hslake.staging.check import check_roots
 from hslake.status import local_statuses
+from hslake.tokenfile import TokenFile
 from hslake.whereabouts import Places, Whereabouts
 from hslake.worklist import (
-    Item,
     Worklist,
     captured_attempts,
     committed_attempts,
     of_lake,
-    read_ids,
     worklist,
 )
 
@@ -206,16 +206,17 @@ class _Run:
             raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
         raise CheckFailed("no server is ready to capture: " + "; ".join(problems))
 
-    def _without_long(self, todo: list[Item], missing: list[Item]) -> list[Item]:
+    def _without_long(self, todo: Items, missing: Items) -> Items:
         """`todo` without what no server can take, which is named now and not at the end."""
         self.told_long = True
         if len(self.reach) < len(self.ready):
             return todo
         best = max(self.reach.values(), key=lambda r: r.tokens)
-        if text := name_long(missing, best):
+        if text := name_long(missing.longer(best.tokens), best):
             log.warning("%s", text)
-        self.gave_up |= {item.sample_id: best.why for item in todo if item.length > best.tokens}
-        return [item for item in todo if item.length <= best.tokens]
+        long = {item.sample_id: best.why for item in todo.longer(best.tokens)}
+        self.gave_up |= long
+        return todo.without(long)
 
     async def _statuses(self, spec: LakeSpec) -> list[ServerStatus]:
         """Status of all servers that answer, and of local staging: of this lake's writers."""
@@ -239,29 +240,27 @@ class _Run:
             f"nothing is planned in {self.lake_url}: register samples with `hslake plan LAKE FILE`"
         )
 
-    def _todo(self, listing: Worklist, places: Places) -> list[Item]:
-        todo, there = [], places.waiting | places.unconfirmed
-        for item in listing.missing:
-            name = item.sample_id
-            if name in there or name in self.gave_up:
-                continue
-            if self.captures[name] >= _LOST:
-                self.gave_up[name] = (
-                    f"captured {_LOST} times but never committed: see what `hslake compact` says"
-                )
-                continue
-            todo.append(item)
+    def _todo(self, listing: Worklist, places: Places) -> Items:
+        there = places.waiting | places.unconfirmed
+        often = [name for name, count in self.captures.items() if count >= _LOST]
+        for name in listing.missing.among(often) - there - self.gave_up.keys():
+            self.gave_up[name] = (
+                f"captured {_LOST} times but never committed: see what `hslake compact` says"
+            )
+        todo = listing.missing.without(there | self.gave_up.keys())
         if self.options.limit is None:
             return todo
         if self.chosen is None:
             self.chosen = {item.sample_id for item in todo[: self.options.limit]}
-        return [item for item in todo if item.sample_id in self.chosen]
+        return todo.only(self.chosen)
 
     # -- the work ------------------------------------------------------------------------------
 
-    async def _drive(self, lake: Lake, todo: list[Item]) -> None:
-        tokens = sum(item.length for item in todo)
-        with self.progress(tokens, "extract (tokens)") as bar:
+    async def _drive(self, lake: Lake, todo: Items) -> None:
+        with (
+            await asyncio.to_thread(TokenFile, lake, todo) as tokens,
+            self.progress(todo.tokens, "extract (tokens)") as bar,
+        ):
 
             def captured(item: Item, writer: str) -> None:
                 self.captures[item.sample_id] += 1
@@ -272,7 +271,7 @@ class _Run:
                 lake.spec.lake_id,
                 self.servers,
                 todo,
-                lambda items: read_ids(lake, items),
+                tokens.read,
                 limits=self.options.limits,
                 reach=self.reach,
                 when_full=self._when_full(),
@@ -335,7 +334,7 @@ class _Run:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _report(self, listing: Worklist, places: Places, todo: list[Item]) -> ExtractReport:
+    def _report(self, listing: Worklist, places: Places, todo: Items) -> ExtractReport:
         interrupted = self.stop.is_set() and bool(todo)
         asked = {item.sample_id for item in todo}
         counts: Counter[str] = Counter()

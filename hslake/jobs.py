@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hslake.worklist import BLOCK, Item
+from hslake.items import Item
 
+BLOCK = 1024  # samples whose token ids are read at once
 _LOOK_AHEAD = 64  # how far a server looks for a sample that it can take
+_MOST_RETRIES = 4096  # with their tokens in memory: more of them, and nothing fresh is begun
 
 
 @dataclass(slots=True, eq=False)
@@ -36,16 +38,19 @@ class Job:
 class JobQueue:
     """Fresh jobs in the order given and retries by due time. Token ids are read in blocks.
 
-    `read_ids(items)` returns token ids by sample id; it runs in a thread.
+    `read_ids(items)` returns token ids by sample id; it runs in a thread. `tokens`: of all jobs
+    that are not taken.
     """
 
     def __init__(
         self,
         items: Iterable[Item],
+        tokens: int,
         read_ids: Callable[[Sequence[Item]], Mapping[str, Any]],
         block: int = BLOCK,
     ) -> None:
         self._rest = iter(items)
+        self.tokens = tokens
         self._read_ids = read_ids
         self._block = block
         self._ready: deque[Job] = deque()
@@ -69,6 +74,7 @@ class JobQueue:
     def again(self, job: Job, due: float) -> None:
         """Put `job` back, to be taken at `due` or later."""
         job.queued = True
+        self.tokens += job.length
         heapq.heappush(self._retries, (due, next(self._numbers), job))
 
     def next_due(self) -> float | None:
@@ -86,9 +92,9 @@ class JobQueue:
             return job.length <= longest or job.length > refused
 
         job = self._take_retry(now, mine)
-        if job is None:
+        if job is None and len(self._retries) < _MOST_RETRIES:
             while self._ready and self._ready[0].done:
-                self._ready.popleft()
+                self.tokens -= self._ready.popleft().length
             for place in range(min(_LOOK_AHEAD, len(self._ready))):
                 if mine(self._ready[place]) and not self._ready[place].done:
                     job = self._ready[place]
@@ -98,12 +104,14 @@ class JobQueue:
             self._low.set()
         if job is not None:
             job.queued = False
+            self.tokens -= job.length
         return job
 
     def put_back(self, job: Job) -> None:
         """Return a job just taken to the front. It waits for room rather than being overtaken:
         else long ones would starve."""
         job.queued = True
+        self.tokens += job.length
         self._ready.appendleft(job)
 
     def _take_retry(self, now: float, mine: Callable[[Job], bool]) -> Job | None:
@@ -112,6 +120,7 @@ class JobQueue:
         while self._retries and self._retries[0][0] <= now and len(passed) < _LOOK_AHEAD:
             entry = heapq.heappop(self._retries)
             if entry[2].done:  # an older attempt was acknowledged after all
+                self.tokens -= entry[2].length
                 continue
             if mine(entry[2]):
                 found = entry[2]

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -370,6 +370,19 @@ def execute(
     found = relation(con, sql, params)
     try:
         return found.to_arrow_table()
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise _failed(con, error) from error
+
+
+def stream(
+    con: duckdb.DuckDBPyConnection, sql: str, tables: Mapping[str, pa.Table], rows: int
+) -> Iterator[pa.RecordBatch]:
+    """The rows of one SELECT, which may name `tables` besides the views, some `rows` at a time:
+    never all of them in memory. Raises as `execute` does."""
+    try:
+        for name, table in tables.items():
+            con.register(name, table)
+        yield from con.sql(sql).to_arrow_reader(rows)
     except (duckdb.Error, pa.ArrowException) as error:
         raise _failed(con, error) from error
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hslake.items import Item
 from hslake.server import Server, ServerStatus, context_limit
-from hslake.worklist import Item
 
 _ASK_S = 5.0  # for what a server says of itself, before work begins
 _NAMED = 5  # samples that are too long, by name
@@ -55,9 +55,8 @@ async def ask_reach(
     }
 
 
-def name_long(missing: Sequence[Item], best: Reach) -> str:
-    """Which samples no server can take, and why; empty when there are none."""
-    long = [item for item in missing if item.length > best.tokens]
+def name_long(long: Sequence[Item], best: Reach) -> str:
+    """That no server can take these samples, and why; empty when there are none."""
     some = ", ".join(f"{i.sample_id!r} ({i.length:,} tokens)" for i in long[:_NAMED])
     more = f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
     return f"never asked for: {some}{more}: {best.why}" if long else ""

@@ -25,6 +25,7 @@ _TYPES: dict[str, pa.DataType] = {
     "list<int64>": pa.list_(pa.int64()),
     "list<float>": pa.list_(pa.float32()),
 }
+_validators: dict[tuple[str, str], Any] = {}  # by schema and definition
 
 
 def data_dir(name: str) -> Path:
@@ -64,10 +65,12 @@ def validate(document: Any, name: str, where: str, definition: str = "") -> None
 
     Raises InvalidInput naming `where` and the field that does not fit.
     """
-    schema = load(name)
-    if definition:
-        schema = {"$ref": f"#/$defs/{definition}", "$defs": schema["$defs"]}
-    validator = jsonschema.Draft202012Validator(schema)
+    found = load(name)
+    key = name, definition
+    if key not in _validators:  # making one takes longer than most documents
+        schema = {"$ref": f"#/$defs/{definition}", "$defs": found["$defs"]} if definition else found
+        _validators[key] = jsonschema.Draft202012Validator(schema)
+    validator = _validators[key]
     error = next(iter(sorted(validator.iter_errors(document), key=lambda e: list(e.path))), None)
     if error is not None:
         field = "/".join(str(p) for p in error.absolute_path) or "the top level"

@@ -6,32 +6,52 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
-from hslake.errors import Conflict, InvalidInput, Missing, without_secrets
+from hslake.errors import Conflict, InvalidInput, without_secrets
 from hslake.ids import RequestId
-from hslake.schemas import validate
+from hslake.serverstatus import (
+    CAPTURED,
+    DROPPED,
+    Event,
+    NotLetIn,
+    Part,
+    ServerDown,
+    ServerStatus,
+    WriterStatus,
+    parse_status,
+)
+
+__all__ = [
+    "CAPTURED",
+    "DROPPED",
+    "Event",
+    "NotLetIn",
+    "Part",
+    "RequestFailed",
+    "RequestRefused",
+    "Server",
+    "ServerDown",
+    "ServerStatus",
+    "WriterStatus",
+    "check_url",
+    "context_limit",
+    "new_session",
+    "parse_status",
+    "whole_status",
+]
 
 API_KEY = "HSLAKE_API_KEY"
 STATUS_PATH = "/hslake/status"
-EVENTS_A_CALL = 5000  # at most so many events come with one status
-CAPTURED, DROPPED = "captured", "dropped"
 _BODY_SHOWN = 300
 # The prompt's last token is followed by one that nobody reads: prefill is all that is wanted.
 _SAMPLING = {"max_new_tokens": 1, "temperature": 0}
-
-
-class ServerDown(Missing):
-    """The server does not answer, or not with what an SGLang server with the hook answers."""
-
-
-class NotLetIn(ServerDown):
-    """The server wants a key, or another one."""
 
 
 class RequestFailed(Conflict):
@@ -40,164 +60,6 @@ class RequestFailed(Conflict):
 
 class RequestRefused(InvalidInput):
     """The server says that this request is wrong; the same again would be refused again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """The end of one attempt, as a writer saw it."""
-
-    seq: int
-    attempt: str
-    sample_id: str
-    state: str  # CAPTURED or DROPPED
-    reason: str
-    part: str = ""  # where a captured one lies
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of staging: rows in all, rows reserved, open | sealed | done."""
-
-    name: str
-    rows: int
-    reserved: int
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
-class WriterStatus:
-    """One hook process behind the server. Rows are tokens."""
-
-    writer: str
-    alive: bool
-    armed: bool
-    error: str | None
-    free_rows: int
-    capacity_rows: int
-    largest_reservation: int
-    parts: tuple[Part, ...]
-    cursor: int
-    last_seq: int  # the newest event that `free_rows` and `parts` know of
-    events: tuple[Event, ...]
-    tokens_captured: int
-    bytes_captured: int
-    samples_captured: int
-    dropped: int
-    updated_at: float
-
-    def room(self, longest: int) -> int:
-        """Rows that may be asked for at once, whatever order they arrive in, when no sample among
-        them is longer than `longest`.
-
-        A sample never straddles parts, so the end of each part may stay unused: with several
-        parts, less than `longest` rows of each.
-        """
-        if not (self.alive and self.armed):
-            return 0
-        bins = [p.rows - p.reserved for p in self.parts if p.state == "open"]
-        size = self.largest_reservation
-        if size > 0:
-            bins += [size] * (self.capacity_rows // size - len(self.parts))
-        if sum(bins) != self.free_rows:  # a writer that counts in another way: believe its total
-            bins = [self.free_rows]
-        return max(max(bins, default=0), sum(b - longest for b in bins if b > longest))
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatus:
-    """The answer of GET /hslake/status."""
-
-    armed: bool
-    error: str | None
-    lake_id: str | None
-    hook_version: str | None
-    engine: dict[str, Any]
-    writers: tuple[WriterStatus, ...]
-    raw: dict[str, Any] = field(repr=False)
-
-    @property
-    def largest_reservation(self) -> int:
-        """The longest sample that every live writer can take, in tokens; 0 without any."""
-        return min((w.largest_reservation for w in self.writers if w.alive), default=0)
-
-    def room(self, longest: int) -> int:
-        """Rows that may be asked for at once when no sample is longer than `longest`. Which writer
-        gets a request is not ours to say, so the fullest one decides for all."""
-        rooms = [w.room(longest) for w in self.writers if w.alive]
-        return min(rooms, default=0) * len(rooms)
-
-    @property
-    def free_rows(self) -> int:
-        """Rows free over all writers."""
-        return sum(w.free_rows for w in self.writers)
-
-    @property
-    def capacity_rows(self) -> int:
-        """Rows of staging over all writers."""
-        return sum(w.capacity_rows for w in self.writers)
-
-    def emptied(self) -> "ServerStatus":
-        """The same with nothing in staging."""
-        empty = (replace(w, parts=(), free_rows=w.capacity_rows) for w in self.writers)
-        return replace(self, writers=tuple(empty))
-
-    @property
-    def gpu_retries(self) -> int:
-        """Times that the writers' GPUs ran out of memory and freed some first."""
-        found = (w.get("hook", {}).get("gpu_retries", 0) for w in self.raw["writers"])
-        return int(sum(found))
-
-    @property
-    def cursors(self) -> dict[str, int]:
-        """What to pass as `since` to get only newer events."""
-        return {w.writer: w.cursor for w in self.writers}
-
-    @property
-    def more(self) -> bool:
-        """Whether further events wait for the next call."""
-        return any(len(w.events) >= EVENTS_A_CALL for w in self.writers)
-
-
-def parse_status(document: Any, where: str) -> ServerStatus:
-    """Check and take in a status document. Raises ServerDown naming `where` when it is not one."""
-    found = document.get("format") if isinstance(document, dict) else None
-    if isinstance(found, int) and found > 1:
-        raise ServerDown(
-            f"{where}: status format {found}, this hslake reads format 1: use the same hslake here "
-            "and in the server's environment"
-        )
-    try:
-        validate(document, "status", where)
-    except InvalidInput as error:
-        raise ServerDown(
-            f"{error}; found {str(document)[:_BODY_SHOWN]!r}: is something else listening there?"
-        ) from error
-    return ServerStatus(
-        armed=document["armed"],
-        error=document["error"],
-        lake_id=document["lake_id"],
-        hook_version=document["hook_version"],
-        engine=document["engine"],
-        writers=tuple(_writer(w) for w in document["writers"]),
-        raw=document,
-    )
-
-
-def _writer(w: Mapping[str, Any]) -> WriterStatus:
-    names = [f.name for f in fields(WriterStatus) if f.name not in ("parts", "events")]
-    parts = (Part(p["name"], p["rows"], p["reserved"], p["state"]) for p in w["parts"])
-    events = (
-        Event(
-            e["seq"],
-            e["attempt"],
-            e["sample_id"],
-            e["state"],
-            e.get("reason") or "",
-            e.get("part") or "",
-        )
-        for e in w["events"]
-    )
-    return WriterStatus(**{n: w[n] for n in names}, parts=tuple(parts), events=tuple(events))
 
 
 def check_url(url: str) -> str:
@@ -239,8 +101,9 @@ class Server:
         self._request = aiohttp.ClientTimeout(total=request_timeout, sock_connect=10)
         self._status = aiohttp.ClientTimeout(total=status_timeout, sock_connect=10)
 
-    async def generate(self, rid: RequestId, input_ids: Sequence[int], **more: Any) -> Any:
-        """Prefill `input_ids` under `rid`; returns the server's parsed answer.
+    async def generate(self, rid: RequestId, input_ids: Any, **more: Any) -> Any:
+        """Prefill `input_ids` (a list, or a NumPy array of int32) under `rid`; returns the server's
+        parsed answer.
 
         `more` are further fields of the request. Raises ServerDown, RequestFailed (5xx, an aborted
         request, no answer in time) or RequestRefused (4xx).
@@ -251,7 +114,7 @@ class Server:
             "sampling_params": _SAMPLING,
             **more,
         }
-        data = json.dumps(body, separators=(",", ":")).encode("ascii")
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             status, text = await self._call("POST", "/generate", self._request, data=data)
         except TimeoutError:
@@ -390,6 +253,10 @@ def _finished(answer: Any) -> Any:
 
 
 def _json(text: bytes, where: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:  # also of NaN and Infinity, which Python writes and reads
+        pass
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

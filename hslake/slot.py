@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hslake.ids import RequestId
 from hslake.jobs import Job
+from hslake.pace import Pace
 from hslake.reach import Reach, reach_of
 from hslake.server import (
     RequestFailed,
@@ -28,6 +29,7 @@ log = logging.getLogger("hslake.extract")
 
 _SETTLE_S = 0.5  # the writer refreshes its figures five times a second
 _ASIDE_MAX_S = 30.0
+_UNHEARD = 8  # times as many may be answered and not acknowledged yet as may be asked for
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +64,12 @@ class Slot:
         self.reach = driver.reach.get(server.url, Reach(0, ""))  # 0 while not known
         self.starved = False  # has work and a free place, but no room in staging
         self.captured = self.tokens = self.dropped = self.outages = 0
+        self.asked = self.asked_tokens = 0  # flights that the server has not answered
+        self.pace = Pace()  # of `tokens`
         self.status: ServerStatus | None = None
         self._cursors: dict[str, int] = {}
         self._held: list[_Held] = []
+        self._flying = 0  # tokens of all flights
         self._strikes = 0
         self._aside = driver.limits.backoff
         self._delay = driver.limits.poll_min
@@ -80,6 +85,12 @@ class Slot:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of staging that are free for sure, once all that is on its way has come."""
+        held = sum(h.rows for h in self._held)
+        return self.status.free_rows - self._flying - held if self.status else 0
 
     async def abort_flights(self) -> None:
         """Ask the server to forget what is on its way."""
@@ -130,15 +141,16 @@ class Slot:
         if self.outages:
             log.warning("%s is back", url)
         self.up, self.reason = True, "up"
+        self.pace.forget()
         self._strikes, self._aside = 0, self.driver.limits.backoff
 
     def _set_aside(self, reason: str) -> None:
         self.up, self.reason, self.starved = False, reason, False
         self.outages += 1
         log.warning("set aside: %s", reason)
-        flights, self.flights = list(self.flights.values()), {}
         self._held.clear()
-        for flight in flights:
+        for flight in list(self.flights.values()):
+            self._land(flight.rid.attempt)
             if flight.task:
                 flight.task.cancel()
             self._lose(flight, f"the server was set aside: {reason}")
@@ -169,7 +181,7 @@ class Slot:
         known = {w.writer: w.last_seq for w in status.writers}
         for writer in status.writers:
             for event in writer.events:
-                flight = self.flights.pop(event.attempt, None)
+                flight = self._land(event.attempt)
                 if flight is not None:
                     flight.job.flights -= 1
                     # The figures were read before the events: they may not know this one's rows.
@@ -177,6 +189,7 @@ class Slot:
                     self._delay = self.driver.limits.poll_min
                 self.driver.event(self, writer.writer, event, mine=flight is not None)
             self._cursors[writer.writer] = writer.cursor
+        self.pace.tell(self.tokens)
         self._held = [
             h
             for h in self._held
@@ -193,7 +206,7 @@ class Slot:
         limit = time.monotonic() - self.driver.limits.ack_timeout
         for attempt, flight in list(self.flights.items()):
             if flight.answered is not None and flight.answered < limit:
-                del self.flights[attempt]
+                self._land(attempt)
                 self._hold(flight)
                 self._lose(flight, "the server answered but acknowledged no capture")
 
@@ -201,31 +214,49 @@ class Slot:
 
     def _fill(self) -> None:
         """Send what the bounds and credits allow."""
-        limits = self.driver.limits
+        limits, status = self.driver.limits, self.status
         self.starved = False
-        assert self.status is not None
-        on_the_way = sum(f.job.length for f in self.flights.values())
-        owed = on_the_way + sum(h.rows for h in self._held)
+        assert status is not None
+        held = sum(h.rows for h in self._held)
         longest = max((f.job.length for f in self.flights.values()), default=0)
-        status = self.status
+        rooms: dict[int, int] = {}
 
         def fits(length: int) -> bool:
-            room = status.room(max(longest, length)) - owed
-            bound = limits.tokens - on_the_way
+            most = max(longest, length)
+            if most not in rooms:
+                rooms[most] = status.room(most)
+            room = rooms[most] - held - self._flying
+            bound = limits.tokens - self._flying
             # One that alone exceeds the bound may still go, alone.
             return length <= room and (length <= bound or not self.flights)
 
-        while len(self.flights) < limits.requests:
+        while self.asked < limits.requests and len(self.flights) < _UNHEARD * limits.requests:
             job, self.starved = self.driver.take(self, fits)
             if job is None:
                 return
             flight = Flight(job, self.driver.request_id(job))
             self.flights[flight.rid.attempt] = flight
             job.flights += 1
-            on_the_way += job.length
-            owed += job.length
+            self._flying += job.length
+            self.asked += 1
+            self.asked_tokens += job.length
             longest = max(longest, job.length)
             flight.task = asyncio.create_task(self._send(flight))
+
+    def _land(self, attempt: str) -> Flight | None:
+        """Take a flight off, if it is on its way here."""
+        flight = self.flights.pop(attempt, None)
+        if flight is not None:
+            self._flying -= flight.job.length
+            self._answered(flight)
+        return flight
+
+    def _answered(self, flight: Flight) -> None:
+        """The server is through with it, whatever came of it."""
+        if flight.answered is None:
+            flight.answered = time.monotonic()
+            self.asked -= 1
+            self.asked_tokens -= flight.job.length
 
     async def _send(self, flight: Flight) -> None:
         job = flight.job
@@ -233,7 +264,7 @@ class Slot:
             self._take_back(flight)
             return
         try:
-            await self.server.generate(flight.rid, job.ids.tolist())
+            await self.server.generate(flight.rid, job.ids)
         except RequestRefused as error:
             if self._take_back(flight):
                 self.driver.refused_by_server(flight, str(error))
@@ -241,12 +272,14 @@ class Slot:
             if self._take_back(flight):
                 self.driver.lost(flight, str(error))
         else:
-            flight.answered = time.monotonic()
+            self._answered(flight)
         self.wake.set()
+        if self.up and self.asked < self.driver.limits.requests:
+            self._fill()  # a look at staging takes its time, and what is asked for fits for sure
 
     def _take_back(self, flight: Flight) -> bool:
         """Whether `flight` was still on its way; it is not any more."""
-        if self.flights.pop(flight.rid.attempt, None) is None:
+        if self._land(flight.rid.attempt) is None:
             return False
         flight.job.flights -= 1
         self._hold(flight)  # the hook may have reserved its rows before the request failed

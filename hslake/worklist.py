@@ -6,26 +6,19 @@ Only names and lengths are held for the whole plan; token ids are read block by 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hslake import query
 from hslake.errors import InvalidInput
+from hslake.items import Item, Items
 from hslake.lake import Lake
 from hslake.server import CAPTURED, ServerStatus
 
 # md5 mixes lengths, so short prompts fill the tails of prefill chunks and the rate is even; it is
 # the same on every machine and DuckDB version, unlike hash() and random().
 DEFAULT_ORDER = "md5(sample_id)"
-BLOCK = 4096  # samples whose token ids are read at once
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One sample to ask for; `length` in tokens."""
-
-    sample_id: str
-    source: str
-    length: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Worklist:
     planned_tokens: int
     committed: int
     committed_tokens: int
-    missing: list[Item]
+    missing: Items
 
 
 def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> Worklist:
@@ -53,7 +46,7 @@ def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> 
             from chosen c left join samples s
               on s.sample_id = c.sample_id and s.token_hash = c.token_hash
         )
-        select sample_id, source, length, is_committed from marked order by {by}"""
+        select sample_id, source, length, token_hash, is_committed from marked order by {by}"""
     try:
         rows = query.run(lake, sql)
     except InvalidInput as error:
@@ -61,16 +54,14 @@ def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> 
         if not given:
             raise
         raise InvalidInput(f"{' '.join(given)}: {error}") from error
-    missing: list[Item] = []
-    planned = tokens = 0
-    for batch in rows.to_batches(max_chunksize=65_536):
-        columns = [batch.column(i).to_pylist() for i in range(4)]
-        for sample_id, source, length, committed in zip(*columns, strict=True):
-            planned, tokens = planned + 1, tokens + length
-            if not committed:
-                missing.append(Item(sample_id, source, length))
-    left = sum(item.length for item in missing)
-    return Worklist(planned, tokens, planned - len(missing), tokens - left, missing)
+    done = rows["is_committed"]
+    planned, tokens = len(rows), int(pc.sum(rows["length"]).as_py() or 0)
+    left = rows.drop_columns(["is_committed"]).filter(pc.invert(done))
+    left = left.append_column("place", pa.array(np.arange(len(left))))
+    source = left.schema.get_field_index("source")
+    left = left.set_column(source, "source", left["source"].dictionary_encode())
+    missing = Items(left.combine_chunks())
+    return Worklist(planned, tokens, planned - len(missing), tokens - missing.tokens, missing)
 
 
 def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:

@@ -745,7 +745,7 @@ def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
 
 def test_events_come_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hslake.staging.status._MAX_EVENTS", 7)
-    monkeypatch.setattr("hslake.server.EVENTS_A_CALL", 7)
+    monkeypatch.setattr("hslake.serverstatus.EVENTS_A_CALL", 7)
     with world.serve(part_tokens=16_384) as server:
         assert world.extract(server).complete
         assert world.extract(server).captured == 0  # all pages are read before anything is sent

@@ -137,7 +137,8 @@ async def run_burst(
                 # One that waits for room while others are on their way holds no server back.
                 idle = not mark.flights and all(s.starved for s in driver.slots)
                 looks, starved = looks + 1, starved + idle
-            full = compactor and mark.flights > 0 and now_free < _SHARE_BESIDE * free
+            sure = sum(s.free_rows for s in driver.slots)  # the status is as old as its last call
+            full = compactor and mark.flights > 0 and sure < _SHARE_BESIDE * free
             if sending and (full or mark.at - marks[0].at >= seconds):
                 # Nothing more is sent; what is on its way comes to its end, so that no reservation
                 # stays half filled and keeps its part open.

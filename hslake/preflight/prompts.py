@@ -69,6 +69,6 @@ def _planned(lake: Lake, missing: Sequence[Item]) -> list[list[int]]:
     if not missing:
         return []
     longest = max(missing, key=lambda item: item.length)
-    items = [longest, *(i for i in missing[:_READ] if i is not longest)]
+    items = [longest, *(i for i in missing[:_READ] if i != longest)]
     ids = read_ids(lake, items)
     return [ids[item.sample_id].tolist() for item in items]
