@@ -12,13 +12,14 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hslake.ids import RequestId, new_attempt
 from hslake.items import Item, Items
 from hslake.jobs import Job, JobQueue
 from hslake.reach import Reach
-from hslake.server import CAPTURED, Event, Server
+from hslake.refusals import Refusal
+from hslake.server import CAPTURED, Event, RequestRefused, Server
 from hslake.slot import Flight, Slot
 
 log = logging.getLogger("hslake.extract")
@@ -46,6 +47,16 @@ class Limits:
     strikes: int = 3  # status calls in a row without an answer before a server is set aside
 
 
+class Extras(Protocol):
+    """Further fields of some requests, and what is made of the answers."""
+
+    def fields(self, server: str, item: Item, attempt: str) -> Mapping[str, Any]:
+        """Fields to add to the request that goes out now; mostly none."""
+
+    def answered(self, server: str, item: Item, attempt: str, answer: Any) -> None:
+        """A request that had such fields has ended: with `answer`, or None when it failed."""
+
+
 class Driver:
     """One run over a fixed list of items. Use once: `await run()`, then read the results."""
 
@@ -61,6 +72,7 @@ class Driver:
         when_full: str = "run `hslake compact LAKE --staging DIR --watch`",
         on_captured: Callable[[Item, str], None] = lambda item, writer: None,
         on_note: Callable[[str], None] = lambda text: None,
+        extras: Extras | None = None,
     ) -> None:
         self.lake_id = lake_id
         self.limits, self.when_full = limits, when_full
@@ -71,8 +83,11 @@ class Driver:
         self.attempts: dict[str, Job] = {}  # of jobs that are not done
         self.left = len(items)
         self.captured = self.captured_tokens = self.retried = self.dropped = 0
-        self.refused: dict[str, str] = {}  # sample id -> why, for good
+        self.refused: dict[str, str] = {}  # sample id -> why it is not asked for again
         self.failed: dict[str, str] = {}  # sample id -> the last error, after all tries
+        self.refusals: list[Refusal] = []  # those of `refused` that a server has spoken
+        self.extras = extras
+        self._said: dict[str, str] = {}  # of many equal reasons one object
         self.stopped: str | None = None  # why the run ended early
         self._on_captured, self._on_note = on_captured, on_note
         self._over = asyncio.Event()
@@ -234,13 +249,18 @@ class Driver:
         """The attempt of `flight`, already taken from its slot, came to nothing."""
         self.again(flight.job, reason)
 
-    def refused_by_server(self, flight: Flight, reason: str) -> None:
+    def refused_by_server(self, flight: Flight, server: str, error: RequestRefused) -> None:
         """The server called the request wrong; asked twice, so that one bad moment is not fatal."""
-        job = flight.job
+        job, reason = flight.job, str(error)
+        if flight.extra:  # what was added may be what it does not like
+            job.bare = True
+            self.again(job, reason, counts=False)
+            return
         job.refusals += 1
         if job.done or job.queued or job.flights:
             return
         if job.refusals >= _REFUSALS:
+            self.refusals.append(Refusal(job.item, reason, server, error.lasting))
             self.refuse(job, f"refused by the server: {reason}")
         else:
             self.again(job, reason)
@@ -251,7 +271,7 @@ class Driver:
             return
         job.failures += counts
         if job.failures >= self.limits.tries:
-            self.failed[job.item.sample_id] = reason
+            self.failed[job.item.sample_id] = self._said.setdefault(reason, reason)
             self._finish(job)
             return
         delay = min(self.limits.backoff_max, self.limits.backoff * 2**job.waits)
@@ -263,7 +283,7 @@ class Driver:
 
     def refuse(self, job: Job, reason: str) -> None:
         """`job` will not be asked for again."""
-        self.refused[job.item.sample_id] = reason
+        self.refused[job.item.sample_id] = self._said.setdefault(reason, reason)
         self._finish(job)
 
     def _finish(self, job: Job) -> None:

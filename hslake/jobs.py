@@ -24,6 +24,7 @@ class Job:
     attempts: list[str] = field(default_factory=list)  # every attempt id it was sent under
     failures: int = 0  # that count against the limit
     refusals: int = 0
+    bare: bool = False  # to be sent without further fields: with them it was refused
     waits: int = 0  # how often it was put back, for the back-off
     flights: int = 0  # requests now on their way
     queued: bool = True

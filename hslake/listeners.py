@@ -31,10 +31,12 @@ class _Spread(Server):
         super().__init__(url, session, **timeouts)
         self._others = others
 
-    async def status(self, since: Mapping[str, int] | None = None) -> ServerStatus:
+    async def status(
+        self, since: Mapping[str, int] | None = None, *, others: bool = False
+    ) -> ServerStatus:
         """The status of all together."""
         told = await asyncio.gather(
-            super().status(since), *(other.status(since) for other in self._others)
+            super().status(since, others=others), *(o.status(since) for o in self._others)
         )
         return merged(told, [self.url, *(o.url for o in self._others)])
 
@@ -63,4 +65,7 @@ def merged(told: Sequence[ServerStatus], urls: Sequence[str]) -> ServerStatus:
         engine=first.engine,
         writers=tuple(writers.values()),
         raw={**told[0].raw, "writers": list(raw.values())},
+        others=tuple(w for status in told for w in status.others if w.writer not in writers),
+        others_more=any(status.others_more for status in told),
+        roots=frozenset().union(*(status.roots for status in told)),
     )

@@ -6,7 +6,8 @@ Errors say what the caller should do: ServerDown (no answer: set the server asid
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,6 +51,10 @@ __all__ = [
 API_KEY = "HSLAKE_API_KEY"
 STATUS_PATH = "/hslake/status"
 _BODY_SHOWN = 300
+# How servers say that a prompt is too long for them: a matter of how they were started.
+_ABOUT_SETTINGS = re.compile(
+    r"length|context|too (?:long|large|many)|exceed|maximum", re.IGNORECASE
+)
 # The prompt's last token is followed by one that nobody reads: prefill is all that is wanted.
 _SAMPLING = {"max_new_tokens": 1, "temperature": 0}
 
@@ -59,7 +64,11 @@ class RequestFailed(Conflict):
 
 
 class RequestRefused(InvalidInput):
-    """The server says that this request is wrong; the same again would be refused again."""
+    """The server says that this request is wrong; the same again would be refused again.
+
+    `lasting`: by any server of this model, not only by one that was started like this one."""
+
+    lasting = True
 
 
 def check_url(url: str) -> str:
@@ -125,7 +134,9 @@ class Server:
             return _finished(_json(text, f"{self.url}/generate"))
         shown = _message(text)
         if status in (400, 413, 422):
-            raise RequestRefused(f"HTTP {status}: {shown}")
+            refused = RequestRefused(f"HTTP {status}: {shown}")
+            refused.lasting = status != 413 and not _ABOUT_SETTINGS.search(shown)
+            raise refused
         if status in (408, 425, 429) or status >= 500:
             raise RequestFailed(f"HTTP {status}: {shown}")
         # 401, 404 and their like are about the address or the key, not about this request.
@@ -155,11 +166,15 @@ class Server:
                 break
         raise _no_answer(f"{self.url}{path}", status, text)
 
-    async def status(self, since: Mapping[str, int] | None = None) -> ServerStatus:
-        """GET /hslake/status: events newer than `since` (writer -> cursor), room, health."""
-        path = STATUS_PATH
+    async def status(
+        self, since: Mapping[str, int] | None = None, *, others: bool = False
+    ) -> ServerStatus:
+        """GET /hslake/status: events newer than `since` (writer -> cursor), room, health. With
+        `others`, also of the other writers in its staging folder, where the server can."""
+        asked = ["others=1"] if others else []
         if since:
-            path += "?since=" + ",".join(f"{w}:{c}" for w, c in since.items())
+            asked.append("since=" + ",".join(f"{w}:{c}" for w, c in since.items()))
+        path = f"{STATUS_PATH}?{'&'.join(asked)}" if asked else STATUS_PATH
         status, text = await self._get_or_post("GET", path)
         if status == 404:
             why = "this server runs without the dump hook; start it with"
@@ -174,7 +189,7 @@ class Server:
             raise _no_answer(f"{self.url}{STATUS_PATH}", status, text)
         found = parse_status(_json(text, self.url + STATUS_PATH), self.url)
         known = since or {}
-        if any(w.events and w.cursor <= known.get(w.writer, -1) for w in found.writers):
+        if any(w.events and w.cursor <= known.get(w.writer, -1) for w in found.everyone):
             # Whoever asks until there are no more events would ask for ever.
             raise ServerDown(
                 f"{self.url}{STATUS_PATH}: it tells events again that it has told, "
@@ -207,19 +222,24 @@ class Server:
             raise ServerDown(f"{self.url}: no answer ({text})") from error
 
 
-async def whole_status(server: Server) -> ServerStatus | ServerDown:
-    """Status with all events that the server still knows, or why there is none."""
+async def whole_status(server: Server, *, held_only: bool = False) -> ServerStatus | ServerDown:
+    """Status with all writers in its staging and all events that the server still knows, or why
+    there is none. `held_only`: without those of samples that are in staging no more."""
     events: dict[str, list[Event]] = {}
     status = None
     try:
         while status is None or status.more:
-            status = await server.status(status.cursors if status else None)
-            for writer in status.writers:
-                events.setdefault(writer.writer, []).extend(writer.events)
+            status = await server.status(status.cursors if status else None, others=True)
+            for writer in status.everyone:
+                found = filter(writer.holder(), writer.events) if held_only else writer.events
+                events.setdefault(writer.writer, []).extend(found)
     except ServerDown as error:
         return error
-    writers = tuple(replace(w, events=tuple(events[w.writer])) for w in status.writers)
-    return replace(status, writers=writers)
+
+    def whole(writers: Sequence[WriterStatus]) -> tuple[WriterStatus, ...]:
+        return tuple(replace(w, events=tuple(events[w.writer])) for w in writers)
+
+    return replace(status, writers=whole(status.writers), others=whole(status.others))
 
 
 def context_limit(info: Mapping[str, Any]) -> int | None:

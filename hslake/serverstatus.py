@@ -1,6 +1,6 @@
 """What GET /hslake/status answers, checked and taken in."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -62,6 +62,22 @@ class WriterStatus:
     samples_captured: int
     dropped: int
     updated_at: float
+    root: str = ""  # which staging folder it is in; empty where that is not told
+
+    def holder(self) -> Callable[[Event], bool]:
+        """Tells of an event whether what it captured lies in staging.
+
+        An event outlives its rows: once the part is done or recycled, the sample is in the lake or
+        was given up by the compactor. Events newer than the writer's summary are of parts that it
+        may not list yet.
+        """
+        there = {p.name: p.state != "done" for p in self.parts}
+
+        def holds(event: Event) -> bool:
+            new = event.seq > self.last_seq
+            return event.state == CAPTURED and there.get(event.part, new)
+
+        return holds
 
     def room(self, longest: int) -> int:
         """Rows that may be asked for at once, whatever order they arrive in, when no sample among
@@ -81,12 +97,13 @@ class WriterStatus:
         return max(max(bins, default=0), sum(b - longest for b in bins if b > longest))
 
 
-_PLAIN = [f.name for f in fields(WriterStatus) if f.name not in ("parts", "events")]
+_PLAIN = [f.name for f in fields(WriterStatus) if f.name not in ("parts", "events", "root")]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """The answer of GET /hslake/status."""
+    """The answer of GET /hslake/status. `others`: writers in the same staging folder that are not
+    this server's; `roots`: staging folders of which it shows every writer there is."""
 
     armed: bool
     error: str | None
@@ -95,6 +112,14 @@ class ServerStatus:
     engine: dict[str, Any]
     writers: tuple[WriterStatus, ...]
     raw: dict[str, Any] = field(repr=False)  # the document, without the events
+    others: tuple[WriterStatus, ...] = ()
+    others_more: bool = False
+    roots: frozenset[str] = frozenset()
+
+    @property
+    def everyone(self) -> tuple[WriterStatus, ...]:
+        """Its writers and the others."""
+        return self.writers + self.others
 
     @property
     def largest_reservation(self) -> int:
@@ -131,12 +156,12 @@ class ServerStatus:
     @property
     def cursors(self) -> dict[str, int]:
         """What to pass as `since` to get only newer events."""
-        return {w.writer: w.cursor for w in self.writers}
+        return {w.writer: w.cursor for w in self.everyone}
 
     @property
     def more(self) -> bool:
         """Whether further events wait for the next call."""
-        return any(len(w.events) >= EVENTS_A_CALL for w in self.writers)
+        return self.others_more or any(len(w.events) >= EVENTS_A_CALL for w in self.writers)
 
 
 def parse_status(document: Any, where: str) -> ServerStatus:
@@ -148,7 +173,7 @@ def parse_status(document: Any, where: str) -> ServerStatus:
             "and in the server's environment"
         )
     events = _all_events(document)
-    slim = _without_events(document) if events is not None else document
+    slim = document if events is None else _without_events(document)
     try:
         validate(slim, "status", where)
     except InvalidInput as error:
@@ -163,23 +188,28 @@ def parse_status(document: Any, where: str) -> ServerStatus:
         lake_id=document["lake_id"],
         hook_version=document["hook_version"],
         engine=document["engine"],
-        writers=tuple(map(_writer, document["writers"], events)),
+        writers=tuple(map(_writer, document["writers"], events[: len(document["writers"])])),
         raw=slim,
+        others=tuple(map(_writer, document.get("others", ()), events[len(document["writers"]) :])),
+        others_more=document.get("others_more", False),
+        roots=frozenset(document.get("roots", ())),
     )
 
 
 def _without_events(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {**document, "writers": [{**w, "events": []} for w in document["writers"]]}
+    kept = {k: document[k] for k in ("writers", "others") if k in document}
+    return {**document, **{k: [{**w, "events": []} for w in some] for k, some in kept.items()}}
 
 
 def _all_events(document: Any) -> list[tuple[Event, ...]] | None:
-    """The events of each writer; None when any is not as the schema has it.
+    """The events of each writer, the others' last; None when any is not as the schema has it.
 
     There are thousands of them, of which the general validator would take longer than the whole
     driver takes for its requests."""
     try:
-        lists = [w["events"] for w in document["writers"]]
-        if all(type(some) is list for some in (document["writers"], *lists)):
+        writers, others = document["writers"], document.get("others", [])
+        lists = [w["events"] for w in (*writers, *others)]
+        if all(type(some) is list for some in (writers, others, *lists)):
             return [tuple(map(_event, some)) for some in lists]
     except (TypeError, KeyError, ValueError, AttributeError):
         pass
@@ -199,4 +229,6 @@ def _event(e: Mapping[str, Any]) -> Event:
 
 def _writer(w: Mapping[str, Any], events: tuple[Event, ...]) -> WriterStatus:
     parts = (Part(p["name"], p["rows"], p["reserved"], p["state"]) for p in w["parts"])
-    return WriterStatus(**{n: w[n] for n in _PLAIN}, parts=tuple(parts), events=events)
+    return WriterStatus(
+        **{n: w[n] for n in _PLAIN}, parts=tuple(parts), events=events, root=w.get("root", "")
+    )

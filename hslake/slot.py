@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hslake.ids import RequestId
@@ -19,6 +19,7 @@ from hslake.server import (
     Server,
     ServerDown,
     ServerStatus,
+    WriterStatus,
     context_limit,
 )
 
@@ -40,6 +41,7 @@ class Flight:
     rid: RequestId
     task: asyncio.Task[None] | None = None
     answered: float | None = None  # when the server answered; its event is still to come
+    extra: bool = False  # sent with further fields
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Slot:
         self.asked = self.asked_tokens = 0  # flights that the server has not answered
         self.pace = Pace()  # of `tokens`
         self.status: ServerStatus | None = None
+        self.writers: dict[str, WriterStatus] = {}  # seen behind the server, by name
         self._cursors: dict[str, int] = {}
         self._held: list[_Held] = []
         self._flying = 0  # tokens of all flights
@@ -180,6 +183,7 @@ class Slot:
         now = time.monotonic()
         known = {w.writer: w.last_seq for w in status.writers}
         for writer in status.writers:
+            self.writers[writer.writer] = replace(writer, events=())
             for event in writer.events:
                 flight = self._land(event.attempt)
                 if flight is not None:
@@ -263,16 +267,23 @@ class Slot:
         if job.done:  # an older attempt was acknowledged in this very moment
             self._take_back(flight)
             return
+        url, extras, answer = self.server.url, self.driver.extras, None
+        ask = extras is not None and not job.bare
+        more = extras.fields(url, job.item, flight.rid.attempt) if extras and ask else {}
+        flight.extra = bool(more)
         try:
-            await self.server.generate(flight.rid, job.ids)
+            answer = await self.server.generate(flight.rid, job.ids, **more)
         except RequestRefused as error:
             if self._take_back(flight):
-                self.driver.refused_by_server(flight, str(error))
+                self.driver.refused_by_server(flight, url, error)
         except (RequestFailed, ServerDown) as error:
             if self._take_back(flight):
                 self.driver.lost(flight, str(error))
         else:
             self._answered(flight)
+        finally:
+            if extras and more:
+                extras.answered(url, job.item, flight.rid.attempt, answer)
         self.wake.set()
         if self.up and self.asked < self.driver.limits.requests:
             self._fill()  # a look at staging takes its time, and what is asked for fits for sure

@@ -1,16 +1,18 @@
 """Where captured samples are that no commit has taken in yet, as far as anybody here can tell.
 
-A server shows only the writers of its own process. One that is not shown any more may have left its
-parts in staging, where the compactor takes them, or may have gone with them (a reboot empties
-/dev/shm). Only a look at its folder, or at others of the same server, tells which.
+A writer whose process has ended may have left its parts in staging, where the compactor takes them,
+or may have gone with them (a reboot empties /dev/shm). Whoever shows all writers of its staging
+folder tells which: a folder on this machine, a compactor that listens, or a server that was started
+again on the same folder.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hslake.items import Items
 from hslake.lake import Lake
-from hslake.server import ServerStatus
+from hslake.server import ServerStatus, WriterStatus
 from hslake.worklist import committed_attempts, held_attempts
 
 
@@ -36,25 +38,36 @@ class Whereabouts:
     _writers: dict[str, str] = field(default_factory=dict)  # sample id -> its last writer
     _runs: dict[str, str] = field(default_factory=dict)  # writer -> the server process it is of
     _local: set[str] = field(default_factory=set)  # writers seen under `roots`
+    _folders: dict[str, str] = field(default_factory=dict)  # writer -> its `WriterStatus.root`
 
     def captured(self, sample_id: str, writer: str) -> None:
         """`writer` has acknowledged the sample."""
         self._writers[sample_id] = writer
-        if any((root / writer).is_dir() for root in self.roots):
+        if writer not in self._local and any((root / writer).is_dir() for root in self.roots):
             self._local.add(writer)
 
+    def seen(self, writers: Iterable[WriterStatus]) -> None:
+        """These writers were shown, by whomever."""
+        self._folders |= {w.writer: w.root for w in writers if w.root}
+
     def look(
-        self, lake: Lake, missing: Collection[str], statuses: Iterable[ServerStatus]
+        self, lake: Lake, missing: Collection[str] | Items, statuses: Iterable[ServerStatus]
     ) -> Places:
         """Sort what was ever seen captured and is `missing` (not committed) in `lake`, which was
         opened after `statuses`, of all servers that answer and of `roots`, were read."""
-        statuses, among = list(statuses), set(missing)
-        shown = {w.writer for status in statuses for w in status.writers}
+        statuses = list(statuses)
+        for status in statuses:
+            self.seen(status.everyone)
+        shown = {w.writer for status in statuses for w in status.everyone}
+        whole = {root for status in statuses for root in status.roots}
         runs = _runs(statuses)
         self._runs |= runs
         going_on = set(runs.values())
         self._local |= {w for w in shown if any((root / w).is_dir() for root in self.roots)}
-        held = {a: at for a, at in held_attempts(statuses).items() if at[0] in among}
+        held = held_attempts(statuses)
+        among = _among(missing, {*self._writers, *(sample for sample, _ in held.values())})
+        held = {a: at for a, at in held.items() if at[0] in among}
+        self._writers = {s: w for s, w in self._writers.items() if s in among}
         done = committed_attempts(lake, held)  # and hidden since: to be asked for again
         waiting = {sample for attempt, (sample, _) in held.items() if attempt not in done}
         self._writers |= {sample: writer for sample, writer in held.values() if sample in waiting}
@@ -62,23 +75,27 @@ class Whereabouts:
         unconfirmed: set[str] = set()
         lost: set[str] = set()
         for sample, writer in self._writers.items():
-            if sample not in among or sample in waiting:
+            if sample in waiting:
                 continue
             # Gone, if nobody shows it although its folder was on this machine, or its server
-            # process goes on. Its folder is not looked for now: what a compactor has taken since
-            # the lake was opened is not lost.
+            # process goes on, or all of its staging folder is shown. It is not looked for now: what
+            # a compactor has taken since the lake was opened is not lost.
             known = writer in shown or writer in self._local or self._runs.get(writer) in going_on
+            known = known or self._folders.get(writer) in whole
             (lost if known and writer not in unread else unconfirmed).add(sample)
         return Places(frozenset(waiting), frozenset(unconfirmed), frozenset(lost))
+
+
+def _among(missing: Collection[str] | Items, names: set[str]) -> set[str]:
+    return missing.among(names) if isinstance(missing, Items) else names.intersection(missing)
 
 
 def _unread(statuses: Iterable[ServerStatus]) -> set[str]:
     """Writers of which not all events came: the file is damaged, what it told of may be there."""
     newest: dict[str, tuple[int, int]] = {}
-    for writer in (w for status in statuses for w in status.writers):
-        heard = writer.events[-1].seq if writer.events else 0
-        before, told = newest.get(writer.writer, (0, 0))
-        newest[writer.writer] = max(before, heard), max(told, writer.last_seq)
+    for writer in (w for status in statuses for w in status.everyone):
+        heard, told = newest.get(writer.writer, (0, 0))
+        newest[writer.writer] = max(heard, writer.cursor), max(told, writer.last_seq)
     return {writer for writer, (heard, told) in newest.items() if heard < told}
 
 

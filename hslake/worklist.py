@@ -14,39 +14,54 @@ from hslake import query
 from hslake.errors import InvalidInput
 from hslake.items import Item, Items
 from hslake.lake import Lake
-from hslake.server import CAPTURED, ServerStatus
+from hslake.server import ServerStatus
 
 # md5 mixes lengths, so short prompts fill the tails of prefill chunks and the rate is even; it is
 # the same on every machine and DuckDB version, unlike hash() and random().
 DEFAULT_ORDER = "md5(sample_id)"
+_SHARE = "('0x' || md5(sample_id)[1:12])::bigint"  # the same on every machine, as above
 
 
 @dataclass(frozen=True)
 class Worklist:
-    """The plan's samples that `where` selects: how many, how many committed, and what lacks."""
+    """The plan's samples that were selected: how many, how many committed, and what lacks.
+
+    `refused`: sample id -> why, of those that lack and that an earlier run recorded as refused."""
 
     planned: int
     planned_tokens: int
     committed: int
     committed_tokens: int
     missing: Items
+    refused: dict[str, str]
 
 
-def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> Worklist:
+def worklist(
+    lake: Lake,
+    where: str | None = None,
+    order: str | None = None,
+    shard: tuple[int, int] | None = None,
+) -> Worklist:
     """Planned samples and, in `order`, those without a committed sample of the same tokens.
 
-    `where` is an SQL condition and `order` an SQL ordering over the plan's columns. Raises
-    InvalidInput with DuckDB's message when one of them does not work.
+    `where` is an SQL condition and `order` an SQL ordering over the plan's columns; `shard`: (i, n)
+    for the i-th of n shares, i from 1. Raises InvalidInput with DuckDB's message when one of them
+    does not work.
     """
     chosen = f"(select * from plan where ({where}\n))" if where else "plan"
     by = f"{order}\n, sample_id" if order else f"{DEFAULT_ORDER}, sample_id"
+    share = f"where {_SHARE} % {shard[1]} = {shard[0] - 1}" if shard else ""
     sql = f"""
         with chosen as (select * from {chosen}), marked as (
-            select c.*, s.sample_id is not null as is_committed
-            from chosen c left join samples s
+            select c.*, s.sample_id is not null as is_committed, r.reason as refused
+            from (select * from chosen {share}) c
+            left join samples s
               on s.sample_id = c.sample_id and s.token_hash = c.token_hash
+            left join refusals r
+              on r.sample_id = c.sample_id and r.token_hash = c.token_hash
         )
-        select sample_id, source, length, token_hash, is_committed from marked order by {by}"""
+        select sample_id, source, length, token_hash, is_committed, refused
+        from marked order by {by}"""
     try:
         rows = query.run(lake, sql)
     except InvalidInput as error:
@@ -54,14 +69,21 @@ def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> 
         if not given:
             raise
         raise InvalidInput(f"{' '.join(given)}: {error}") from error
-    done = rows["is_committed"]
     planned, tokens = len(rows), int(pc.sum(rows["length"]).as_py() or 0)
-    left = rows.drop_columns(["is_committed"]).filter(pc.invert(done))
+    left = rows.filter(pc.invert(rows["is_committed"]))
+    said = left.filter(pc.is_valid(left["refused"])).select(["sample_id", "refused"])
     left = left.append_column("place", pa.array(np.arange(len(left))))
     source = left.schema.get_field_index("source")
     left = left.set_column(source, "source", left["source"].dictionary_encode())
     missing = Items(left.combine_chunks())
-    return Worklist(planned, tokens, planned - len(missing), tokens - missing.tokens, missing)
+    return Worklist(
+        planned,
+        tokens,
+        planned - len(missing),
+        tokens - missing.tokens,
+        missing,
+        {r["sample_id"]: r["refused"] or "no reason given" for r in said.to_pylist()},
+    )
 
 
 def read_ids(lake: Lake, items: Sequence[Item]) -> dict[str, pa.Array]:
@@ -87,12 +109,17 @@ def of_lake(statuses: Iterable[ServerStatus], lake_id: str) -> list[ServerStatus
     """
     found = []
     for status in statuses:
-        documents = [w for w in status.raw["writers"] if w["lake_id"] in (None, lake_id)]
-        if documents or not status.writers:
-            names = {w["writer"] for w in documents}
-            writers = tuple(w for w in status.writers if w.writer in names)
-            raw = {**status.raw, "writers": documents}
-            found.append(replace(status, writers=writers, raw=raw))
+        raw = dict(status.raw)
+        for key in ("writers", "others"):
+            ours = [w for w in raw.get(key, ()) if w["lake_id"] in (None, lake_id)]
+            raw[key] = ours
+        if raw["writers"] or raw["others"] or not status.writers:
+            names = {w["writer"] for w in (*raw["writers"], *raw["others"])}
+            writers, others = (
+                tuple(w for w in some if w.writer in names)
+                for some in (status.writers, status.others)
+            )
+            found.append(replace(status, writers=writers, others=others, raw=raw))
     return found
 
 
@@ -102,20 +129,12 @@ def captured_attempts(statuses: Iterable[ServerStatus]) -> dict[str, str]:
 
 
 def held_attempts(statuses: Iterable[ServerStatus]) -> dict[str, tuple[str, str]]:
-    """attempt -> (sample id, writer) of what lies complete in the staging behind these servers.
-
-    An event outlives its rows: once the part is done or recycled, the sample is in the lake or was
-    given up by the compactor. Events newer than the writer's summary are of parts that it may not
-    list yet.
-    """
+    """attempt -> (sample id, writer) of what lies complete in the staging behind these servers."""
     found: dict[str, tuple[str, str]] = {}
     for status in statuses:
-        for writer in status.writers:
-            held = {p.name: p.state != "done" for p in writer.parts}
-            for event in writer.events:
-                new = event.seq > writer.last_seq
-                if event.state == CAPTURED and held.get(event.part, new):
-                    found[event.attempt] = event.sample_id, writer.writer
+        for writer in status.everyone:
+            held = filter(writer.holder(), writer.events)
+            found |= {e.attempt: (e.sample_id, writer.writer) for e in held}
     return found
 
 

@@ -78,6 +78,7 @@ class FakeServer:
         self.violations: list[str] = []
         self.no_space = self.most_open = self.lives = 0
         self.status_lake_id: str | None = None  # pretends to serve another lake
+        self.tells_others = True  # as servers of before 0.2 did not
         self.port = 0
         self.writer: StagingWriter | None = None
         self._open: dict[str, web.Request] = {}
@@ -130,7 +131,7 @@ class FakeServer:
 
     async def _start(self) -> None:
         self.lives += 1
-        self._reader = StatusReader(self.staging)
+        self._reader, self._memory = StatusReader(self.staging), endpoint.Memory()
         self._run = f"{id(self):x}-{self.lives}"
         self.writer = StagingWriter(
             self.staging,
@@ -194,7 +195,8 @@ class FakeServer:
         return web.json_response({"model_path": "fake", "version": "0", **limits})
 
     async def _status(self, request: web.Request) -> web.Response:
-        found = endpoint.answer(self._reader, self._run, request.query.get("since"))
+        others, since = self.tells_others and "others" in request.query, request.query.get("since")
+        found = endpoint.answer(self._reader, self._run, since, self._memory, others=others)
         if self.status_lake_id is not None:
             found["lake_id"] = self.status_lake_id
         return web.json_response(found)

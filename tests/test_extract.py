@@ -357,7 +357,7 @@ def test_where_samples_of_vanished_writers_are(world: World) -> None:
         places = everywhere.look(lake, names, statuses)
         assert places == Places(nobody, frozenset(names), nobody)
     # Its events are damaged: that does not make its parts go away.
-    unread = replace(status, writers=(replace(status.writers[0], events=()),))
+    unread = replace(status, writers=(replace(status.writers[0], events=(), cursor=0),))
     places = everywhere.look(lake, names, [unread])
     assert places == Places(nobody, frozenset(names), nobody)
     # Seen on this machine, it would be shown if it were there.

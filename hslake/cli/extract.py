@@ -28,6 +28,9 @@ Servers = Annotated[
     "hslake extract LAKE --server http://localhost:30000 --where \"source = 'B3'\" --limit 1000",
     'hslake extract LAKE --server http://localhost:30000 --order "length desc"',
     "hslake extract LAKE --server http://node0:30000,http://node1:9650",
+    "hslake extract LAKE --server http://localhost:30000 --until-complete --patience 7200",
+    "hslake extract LAKE --server http://b:30000 --shard 2/4   # 1/4, 3/4, 4/4 on other machines",
+    "hslake extract LAKE --server http://localhost:30000 --retry-refused",
 )
 def extract(
     lake: Lake,
@@ -46,6 +49,12 @@ def extract(
         str | None,
         typer.Option(metavar="SQL", help="Order of the samples [default: mixed lengths]."),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Only the I-th of N shares of the samples: one driver for each."
+        ),
+    ] = None,
     staging: Annotated[
         list[Path] | None,
         typer.Option(
@@ -58,17 +67,29 @@ def extract(
     patience: Annotated[
         float,
         typer.Option(
-            min=0.0, help="Seconds without a server, or without a sample captured, before the end."
+            min=0.0,
+            help="Seconds without a server, a sample captured (or committed, with "
+            "--until-complete), or the lake's store, before the end.",
         ),
     ] = 1800.0,
+    until_complete: Annotated[
+        bool,
+        typer.Option(
+            help="Stay until all is committed: wait for the compactor, ask again for what it gives "
+            "up and for what failed."
+        ),
+    ] = False,
+    retry_refused: Annotated[
+        bool, typer.Option(help="Ask again for what servers refused in earlier runs.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Drive servers until every planned sample is captured.
 
     Asks for what is planned and neither committed nor waiting in staging, so a run that was cut
     short goes on where it was. Servers come from `hslake serve`; `hslake compact --watch` beside
-    this empties staging. The last line says complete, or what is missing and why, or what a server
-    that has ended captured and nobody can confirm; then the exit code is 1.
+    this empties staging. The last line says complete, or what is missing and why; then the exit
+    code is 1. What a server refuses twice as wrong is recorded and left out by later runs.
     """
     import hslake.extract
     from hslake.drive import Limits
@@ -79,6 +100,9 @@ def extract(
         order=order,
         limit=limit,
         staging=tuple(staging or ()),
+        shard=shard,
+        until_complete=until_complete,
+        retry_refused=retry_refused,
         limits=Limits(requests=concurrency, tokens=max_tokens, tries=tries, patience=patience),
     )
     report = hslake.extract.extract(lake, server, options, progress=Progress)

@@ -139,9 +139,11 @@ class Listener:
         answer: not armed, and why."""
         writers: list[dict[str, Any]] = []
         errors: list[str] = []
+        roots: list[str] = []
         for reader in self._readers:
             try:
                 found = reader.read(since, limit=limit)["writers"]
+                roots.append(reader.root_id)
                 writers += [w for w in found if w["lake_id"] in (None, self._lake_id)]
             except (OSError, HslakeError) as error:
                 errors.append(f"staging {reader.root} cannot be read now: {error}")
@@ -156,5 +158,6 @@ class Listener:
             "lake_id": self._lake_id,
             "armed": told["armed"] and not errors,
             "error": "; ".join(errors) or None,
+            "roots": roots,
             "compactor": report,
         }

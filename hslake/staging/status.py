@@ -7,6 +7,7 @@ knows, so it may be behind the events file and is never ahead of it.
 
 import contextlib
 import re
+import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -48,6 +49,7 @@ class StatusReader:
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
+        self.root_id = f"{socket.gethostname()}:{self.root.resolve()}"  # the same after a reboot
         self._tails: dict[str, FrameTail] = {}
         self._lock = threading.Lock()
 
@@ -87,6 +89,7 @@ class StatusReader:
                 part["state"] = "done"
         return {
             **status,
+            "root": self.root_id,
             "hook": {**NO_FIGURES, **status.get("hook", {})},
             "dropped_by": status.get("dropped_by") or {OTHER: status["dropped"]},
             "error": error or status["error"],

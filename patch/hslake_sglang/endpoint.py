@@ -18,6 +18,7 @@ log = logging.getLogger("hslake")
 
 PATH = "/hslake/status"
 METRICS_PATH = "/hslake/metrics"
+_OTHERS_EVENTS = 5000
 
 
 def before_http(*args: Any, **kwargs: Any) -> None:
@@ -35,6 +36,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.told = Told(frozenset(), ())
+        self.others: dict[str, StatusReader] = {}  # by writer that is not this run's
         self._logged: str | None = None
 
     def log_once(self, trouble: str | None) -> None:
@@ -53,9 +55,9 @@ def mount(app: Any, staging: Path, run: str) -> None:
 
     about = {"hook_version": versions.hook(), "sglang_version": versions.installed()}
 
-    def status(since: str | None = None) -> Response:
+    def status(since: str | None = None, others: bool = False) -> Response:
         try:
-            return JSONResponse(answer(reader, run, since, memory))
+            return JSONResponse(answer(reader, run, since, memory, others=others))
         except InvalidInput as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except Exception as error:
@@ -78,12 +80,19 @@ def mount(app: Any, staging: Path, run: str) -> None:
 
 
 def answer(
-    reader: StatusReader, run: str, since: str | None, memory: Memory | None = None, **options: int
+    reader: StatusReader,
+    run: str,
+    since: str | None,
+    memory: Memory | None = None,
+    *,
+    others: bool = False,
+    **options: int,
 ) -> dict[str, Any]:
     """The status document of server run `run` (hslake.staging.status).
 
     Other servers may share the staging folder, and dead writers may lie in it: only the writers
-    that this run enrolled are shown. Staging that cannot be read is an answer: not armed, and why.
+    that this run enrolled are shown as its own, the rest apart and with `others` only: a driver
+    asks once a pass. Staging that cannot be read is an answer: not armed, and why.
     `since` is `<writer>:<cursor>,…`; raises InvalidInput when it is not. `memory`: of the earlier
     answers. `options`: those of StatusReader.read.
     """
@@ -121,4 +130,25 @@ def answer(
     if not writers and not errors:
         errors.append("no hook has armed in this server; see its log")
     armed = not errors and all(w["armed"] for w in writers)
-    return {**document(writers), "armed": armed, "error": "; ".join(errors) or None}
+    told_too = _others(reader.root, cursors, memory) if others else {}
+    return {**document(writers), **told_too, "armed": armed, "error": "; ".join(errors) or None}
+
+
+def _others(root: Path, cursors: dict[str, int], memory: Memory) -> dict[str, Any]:
+    """The writers in `root` that are not this run's; nothing when they cannot be read now.
+
+    At most `_OTHERS_EVENTS` events of them all: this is SGLang's process.
+    """
+    found: list[dict[str, Any]] = []
+    left = _OTHERS_EVENTS
+    try:
+        names = {p.name for p in root.iterdir()} - memory.told.writers
+        memory.others = {n: memory.others.get(n) or StatusReader(root) for n in sorted(names)}
+        for name, reader in memory.others.items():
+            shown = reader.read(cursors, limit=left, only={name})["writers"]
+            left -= sum(len(w["events"]) for w in shown)
+            found += shown
+    except (OSError, HslakeError) as error:
+        log.warning("hslake: other writers in %s cannot be read now: %s", root, error)
+        return {}
+    return {"others": found, "others_more": left <= 0, "roots": [StatusReader(root).root_id]}
