@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # Those that hold the most work.
-LONGEST = ("test_s3", "test_stores", "test_points", "test_protocol", "test_kills", "test_extract")
+LONGEST = ("test_s3", "test_stores", "test_points", "test_protocol", "test_kills", "test_servers")
 _TURN = {name: turn for turn, name in enumerate(LONGEST)}
 
 

@@ -348,7 +348,7 @@ def test_an_entry_of_the_log_that_was_changed(made: MadeLake) -> None:
 
 def test_what_is_quarantined_comes_back(tmp_path: Path) -> None:
     """verify --quarantine hides it, extract asks for it again, compact adds it."""
-    from tests.test_extract import make_world
+    from tests.extract.world import make_world
 
     world = make_world(tmp_path, [20, 300, 7, 256, 90])
     with world.serve(part_tokens=4096) as server:
