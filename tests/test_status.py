@@ -87,7 +87,9 @@ def test_only_what_is_seen_in_this_lakes_staging_waits(lake: str, tmp_path: Path
         assert status(twin.url, servers=[server.url]).waiting is None  # the same sample ids
         server.stop()
         (ended,) = staging.glob("*-*")
-        server.start()  # another process: it does not show what the last one captured
+        server.start()  # another process: it shows what the last one captured
+        assert status(lake, servers=[server.url]).waiting == 20
+        server.tells_others = False  # those of before do not
         far = runner.invoke(app, ["status", lake, "--server", server.url])
         assert "servers that have ended" in far.output, far.output
         assert status(lake, servers=[server.url]).missing == 20
