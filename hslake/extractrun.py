@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import shlex
 import time
@@ -16,7 +15,6 @@ from hslake import runlog
 from hslake.compact.trouble import told
 from hslake.drive import Driver, Extras
 from hslake.errors import (
-    CheckFailed,
     Conflict,
     InvalidInput,
     Missing,
@@ -25,6 +23,7 @@ from hslake.errors import (
     reason,
     without_secrets,
 )
+from hslake.extractlook import Trouble, all_statuses, first_look
 from hslake.extractoptions import ExtractOptions, parse_shard
 from hslake.extractreport import INTERRUPTED, ExtractReport, ServerUse, Tally, make_report
 from hslake.items import Item, Items
@@ -34,18 +33,15 @@ from hslake.reach import Reach, ask_reach, name_long
 from hslake.refusals import EARLIER, HINT, RECORDED, Refusal, to_record
 from hslake.runlog import Figures
 from hslake.runnotes import RunNotes
-from hslake.server import Server, ServerDown, ServerStatus, whole_status
-from hslake.slot import not_answered, unfit
-from hslake.spec import LakeSpec
+from hslake.server import Server, ServerStatus
+from hslake.slot import not_answered
 from hslake.staging.check import check_roots
-from hslake.status import local_statuses
 from hslake.tokenfile import TokenFile
 from hslake.whereabouts import Places, Whereabouts
 from hslake.worklist import (
     Worklist,
     captured_attempts,
     committed_attempts,
-    of_lake,
     worklist,
 )
 
@@ -54,7 +50,6 @@ log = logging.getLogger("hslake.extract")
 _LOST = 3  # captures of one sample that never reach the lake, before it is not asked for again
 _PAUSE_MAX_S = 60.0
 _MENDS = (Unavailable, Conflict, NoSpace, OSError)  # what may go away by itself
-_LATER_S = 300.0  # after so long without an error, one is a new trouble
 
 
 @dataclass(frozen=True)
@@ -68,25 +63,6 @@ class View:
     todo: Items
     awaited: int
     seconds: float  # that the look took
-
-
-class Trouble:
-    """Errors that may mend by themselves, and how long they have been met."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._first = self._last = -math.inf
-        self._tries = 0
-
-    def met(self, error: Exception) -> float:
-        """Seconds to wait before the next try. Raises `error` when patience is over."""
-        now = time.monotonic()
-        if now - self._last > _LATER_S:
-            self._first, self._tries = now, 0
-        if now - self._first > self._patience:
-            raise error
-        self._last, self._tries = now, self._tries + 1
-        return min(_PAUSE_MAX_S, 2.0 ** min(self._tries, 10) / 4)
 
 
 class Run:
@@ -129,15 +105,16 @@ class Run:
         """The whole call."""
         lake = await asyncio.to_thread(hslake.open, self.lake_url)
         await asyncio.to_thread(check_roots, self.options.staging, lake.spec)
-        statuses = await self._first_look(lake.spec)
+        first = await first_look(self.servers, self.options.staging, lake.spec.lake_id)
+        self.ready = first.ready
         self.reach = await ask_reach(self.ready, self.stop)
-        view = await self._look(statuses)
-        del statuses  # with every event of staging
+        view = await self._look(first.statuses)
+        del first  # with every event of staging
         self.notes = RunNotes(lake.store, self._standing)
         self.notes.begin(self.options.told())
         self.notes.allowed(view.listing.missing.only(self.lifted))
         try:
-            report = await self._passes(lake.spec, view)
+            report = await self._passes(lake.spec.lake_id, view)
         except BaseException as error:
             cut = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
             await self.notes.end(runlog.INTERRUPTED if cut else runlog.FAILED, reason(error))
@@ -145,12 +122,12 @@ class Run:
         await self.notes.end(report.outcome, report.message)
         return report
 
-    async def _passes(self, spec: LakeSpec, view: View | None) -> ExtractReport:
+    async def _passes(self, lake_id: str, view: View | None) -> ExtractReport:
         trouble = Trouble(self.options.limits.patience)
         while True:
             try:
                 if view is None:
-                    view = await self._look(await self._statuses(spec))
+                    view = await self._look(await self._statuses(lake_id))
                 if self._over(view):
                     return self._report(view)
                 now, view = view, None  # whatever comes of it, what it left to do is to be seen
@@ -177,42 +154,8 @@ class Run:
 
     # -- what is there -------------------------------------------------------------------------
 
-    async def _first_look(self, spec: LakeSpec) -> list[ServerStatus]:
-        """Every server's status; an error now rather than a long wait for what cannot work."""
-        found = await asyncio.gather(*(whole_status(s, held_only=True) for s in self.servers))
-        answers, problems = [], []
-        for server, status in zip(self.servers, found, strict=True):
-            if isinstance(status, ServerDown):
-                problems.append(str(status))
-                continue
-            answers.append(status)  # also of one that captures no more: its staging holds samples
-            problem = unfit(status, spec.lake_id)
-            if problem is None:
-                self.ready.append((server, status))
-                continue
-            problem = f"{server.url}: {problem}"
-            if status.lake_id not in (None, spec.lake_id):
-                raise InvalidInput(problem)
-            problems.append(problem)
-        if self.ready:
-            return of_lake([*answers, *await asyncio.to_thread(self._local)], spec.lake_id)
-        hint = "start one with `hslake serve LAKE --staging DIR -- …`"
-        if all(isinstance(s, ServerDown) for s in found):
-            raise Missing(f"no server answers, {hint}: " + "; ".join(problems))
-        raise CheckFailed("no server is ready to capture: " + "; ".join(problems))
-
-    async def _statuses(self, spec: LakeSpec) -> list[ServerStatus]:
-        """Status of all servers that answer, and of local staging: of this lake's writers."""
-        found = await asyncio.gather(*(whole_status(s, held_only=True) for s in self.servers))
-        answers = [s for s in found if isinstance(s, ServerStatus)]
-        return of_lake([*answers, *await asyncio.to_thread(self._local)], spec.lake_id)
-
-    def _local(self) -> list[ServerStatus]:
-        found: list[ServerStatus] = []
-        for root in self.options.staging:
-            with contextlib.suppress(Missing):  # it was there at the start: deleted since
-                found += local_statuses(Path(root))
-        return found
+    async def _statuses(self, lake_id: str) -> list[ServerStatus]:
+        return await all_statuses(self.servers, self.options.staging, lake_id)
 
     async def _look(self, statuses: list[ServerStatus]) -> View:
         """The lake as it is now. Staging (`statuses`) was read before: what is committed in between
@@ -390,7 +333,7 @@ class Run:
                 warned = idle > limits.stall
                 bar.note(f"{view.awaited:,} captured and not committed yet")
                 await self._sleep(max(limits.poll_max, min(_PAUSE_MAX_S, 5 * view.seconds)))
-                view = await self._look(await self._statuses(view.lake.spec))
+                view = await self._look(await self._statuses(view.lake.spec.lake_id))
                 bar.advance(max(0, total - view.awaited - done))
                 done = max(done, total - view.awaited)
         if view.todo or view.awaited or self.stop.is_set():
