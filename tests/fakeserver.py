@@ -78,7 +78,7 @@ class FakeServer:
         self.violations: list[str] = []
         self.no_space = self.most_open = self.lives = 0
         self.status_lake_id: str | None = None  # pretends to serve another lake
-        self.tells_others = True  # as servers of before 0.2 did not
+        self.tells_others = True  # as servers of before did not
         self.port = 0
         self.writer: StagingWriter | None = None
         self._open: dict[str, web.Request] = {}
