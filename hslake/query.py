@@ -145,12 +145,16 @@ def connect_files(
 
 
 def _rows(schema: str, files: Sequence[str]) -> str:
-    """SQL for the rows of a table's Parquet files; the same columns when there are none."""
-    if files:
-        return f"select * from read_parquet({_literal(files)}, union_by_name = true)"
+    """SQL for the rows of a table's Parquet files; the schema's columns also when there are none,
+    or only files of before a column was added."""
     fields = schemas.load(schema)["fields"]
     columns = (f"null::{_SQL_TYPES[f['type']]} as {f['name']}" for f in fields)
-    return f"select {', '.join(columns)} limit 0"
+    none = f"select {', '.join(columns)} limit 0"
+    if not files:
+        return none
+    # DuckDB drops the empty side, and pushes columns and filters down to the files.
+    read = f"read_parquet({_literal(files)}, union_by_name = true)"
+    return f"select * from ({none}) union all by name select * from {read}"
 
 
 def _run(con: duckdb.DuckDBPyConnection, sql: str, files: Sequence[str]) -> None:
