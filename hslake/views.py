@@ -93,7 +93,7 @@ VIEWS: dict[str, str] = {
         from planned p
         left join missing m on m.source = p.source and m.split = p.split
     """,
-    # Live samples that the plan asks for in another way now, or (planned_generation null) not at all
+    # Live samples that the plan asks for in another way now, or (planned_generation null) no more,
     # since a new generation cut them in another way. A compactor replaces the former as they come.
     "invalidated": f"""
         select s.sample_id, s.source, s.split, s.length, s.token_hash,

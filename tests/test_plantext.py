@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hslake.plantext import tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hslake.errors import InvalidInput, Missing
-from hslake.plantext import tokenizer
 
 WORDS = ["[UNK]", "<u>", "<a>", "<e>", "hello", "there", "how", "are", "you", "fine"]
 PLAIN = (

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -45,7 +45,7 @@ _FIRST_ENTRY = deltalog.entry_path(0)
 
 # What a commit adds: one table, which becomes one file, or several tables made one after the other,
 # each of which becomes a file and is let go: what is committed at once may be larger than memory.
-Rows = pa.Table | Iterable[pa.Table] | None
+Rows: TypeAlias = "pa.Table | Iterable[pa.Table] | None"
 
 
 class TableState:
@@ -354,9 +354,10 @@ def commit(store: Store, name: str, build: Callable[[TableState], Rows], txn_id:
 
     `build` runs again on a newer state whenever another writer was faster. It returns rows without
     commit_version (and, if it likes, without committed_at; see Rows for more than fit in memory),
-    None when there is nothing to do (the version it saw is returned), or raises to abort. `txn_id` names the content: a transaction that
-    is in the table already is not repeated, its version is returned. Raises Conflict when
-    other writers were always faster, Unavailable when the store keeps failing.
+    None when there is nothing to do (the version it saw is returned), or raises to abort. `txn_id`
+    names the content: a transaction that is in the table already is not repeated, its version is
+    returned. Raises Conflict when other writers were always faster, Unavailable when the store
+    keeps failing.
     """
     conflicts = failures = 0
     while True:
