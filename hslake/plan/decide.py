@@ -28,6 +28,7 @@ from hslake.tables import catalog
 
 _OLDER_ROWS = 512  # whose masks are read at once
 _SHOWN = 3
+_MEMORY = 1 << 29  # of DuckDB, in bytes: enough for a million samples, and it spills beyond
 Where = Callable[[int, int], str]  # (file, row) -> for messages
 
 
@@ -62,6 +63,7 @@ class Decision(AbstractContextManager["Decision"]):
             spec,
             query.filesystem(store),
             {name: table.change_files() for name, table in tables.items()},
+            _MEMORY,
         )
         try:
             self._decide()
