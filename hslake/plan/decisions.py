@@ -71,6 +71,8 @@ CHANGED = """
     select h.n, h.file, h.row, h.sample_id, h.source, h.split, h.length, h.token_hash,
         p.source as planned_source, p.split as planned_split, p.length as planned_length,
         p.token_hash as planned_hash, coalesce(h.content_hash = p.content_hash, false) as same_text,
+        h.tokenizer_hash is not distinct from p.tokenizer_hash
+            and h.template_hash is not distinct from p.template_hash as same_template,
         count(*) over () as count
     from compared h join planned p on p.sample_id = h.sample_id
     where h.state = 'changed' order by h.n limit $shown
@@ -82,8 +84,8 @@ SIBLINGS = r"""
         select coalesce(origin, sample_id) as base, * from compared where state <> 'deleted'
     ), others as (
         select coalesce(origin, sample_id) as base, *,
-            regexp_extract(sample_id, '@(\d+)-(\d+)$', 1) as first,
-            regexp_extract(sample_id, '@(\d+)-(\d+)$', 2) as past
+            try_cast(regexp_extract(sample_id, '@(\d+)-(\d+)$', 1) as bigint) as first,
+            try_cast(regexp_extract(sample_id, '@(\d+)-(\d+)$', 2) as bigint) as past
         from planned anti join kept using (sample_id)
     )
     select p.sample_id as planned, any_value(p.generation) as generation, min(h.n) as n,
@@ -92,7 +94,7 @@ SIBLINGS = r"""
             or h.template_hash is distinct from p.template_hash
         )) is true as superseded,
         bool_or(p.origin is null or h.origin is null
-            or p.first::bigint < h.past and h.first < p.past::bigint) is true as overlaps
+            or p.first < h.past and h.first < p.past) is true as overlaps
     from others p join incoming h on h.base = p.base
     where p.origin is not null or h.origin is not null
     group by p.sample_id
