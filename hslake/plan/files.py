@@ -22,6 +22,7 @@ CONTENT = ("input_ids", "text", *CHATS)
 COLUMNS = ("sample_id", "source", "split", "loss_mask", "tools", *CONTENT)
 _TOKENS = ("input_ids", "loss_mask")
 _BATCH_ROWS = 512
+_BUFFER = 4 << 20  # bytes read at once of a Parquet column
 
 
 def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
@@ -183,7 +184,8 @@ def _batches(
     file: PlanFile, handle: IO[bytes], kind: str, theirs: Mapping[str, str]
 ) -> Iterator[pa.RecordBatch]:
     if kind == "parquet":
-        table = pq.ParquetFile(handle)
+        # Buffered ahead, all row groups of the file would be held until the last one is read.
+        table = pq.ParquetFile(handle, pre_buffer=False, buffer_size=_BUFFER)
         have = table.schema_arrow.names
         _check_mapped(theirs, have, file.url)
         wanted = set(theirs.values())
