@@ -45,6 +45,7 @@ def worklist(lake: Lake, where: str | None = None, order: str | None = None) -> 
             select c.*, s.sample_id is not null as is_committed
             from chosen c left join samples s
               on s.sample_id = c.sample_id and s.token_hash = c.token_hash
+              and coalesce(s.mask_hash = c.mask_hash, true)
         )
         select sample_id, source, length, token_hash, is_committed from marked order by {by}"""
     try:

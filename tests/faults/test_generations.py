@@ -124,3 +124,23 @@ def test_two_compactors_at_every_step(tmp_path: Path, raced, first: str) -> None
 def test_a_kill_before_a_step(tmp_path: Path, step) -> None:
     _, killed = kill_at(tmp_path / "run", (step, 1) if isinstance(step, str) else step, SHOUT)
     assert killed
+
+
+def test_queries_say_what_a_generation_invalidated(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    replan(made, SHOUT)
+    one = {"s0", "s1"}
+    made.stage(sorted(one), chunk=8)
+    compact(made.url, [made.staging])
+    (row,) = query.run(made.url, "generations").to_pylist()
+    counts = {k: row[k] for k in ("generation", "planned", "committed", "invalidated")}
+    assert counts == {"generation": 2, "planned": 4, "committed": 2, "invalidated": 2}
+    left = query.run(made.url, "select * from invalidated order by sample_id").to_pylist()
+    assert [(r["sample_id"], r["generation"], r["planned_generation"]) for r in left] == [
+        ("s2", 1, 2), ("s3", 1, 2)]  # fmt: skip
+    # Cut in another way, they are not planned any more, and in the lake until they are deleted.
+    replan(made, {"max_length": 9, "over_long": "split"} | LAST)
+    rows = query.run(made.url, "generations").to_pylist()
+    assert rows[-1]["generation"] is None and rows[-1]["invalidated"] == 4
+    assert all(r["failures"] == 0 for r in query.run(made.url, "integrity").to_pylist()
+               if r["check"] != "not in the plan")  # fmt: skip
