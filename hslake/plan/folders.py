@@ -50,7 +50,7 @@ def plan_files_in(url: str) -> list[PlanFile]:
     path = url.removeprefix("file://")
     if "://" not in path:
         return _folder(url, path) if Path(path).is_dir() else [PlanFile(url)]
-    if kind_of(url) is not None or url.startswith("memory://"):
+    if kind_of(url) is not None:
         return [PlanFile(url)]
     try:
         return _folder(url, url)
