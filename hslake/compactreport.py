@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 class CompactReport:
     """What one call did.
 
-    `waiting`: samples still arriving in the parts read last. `duplicates`: samples captured once
+    `replaced` of the samples took the place of ones of a former generation of the plan. `waiting`:
+    samples still arriving in the parts read last. `duplicates`: samples captured once
     more although the lake has them. `abandoned`: reason -> samples given up, without the probes of
     preflight, which nobody wants; `damage`: journals and rows that do not read; extract asks for
     both again. `refused`: for each writer of another lake or model what is wrong with its parts; it
@@ -26,6 +27,7 @@ class CompactReport:
     segments: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
+    replaced: int = 0
     duplicates: int = 0
     abandoned: dict[str, int] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)

@@ -3,7 +3,7 @@
 The SQL twin, for readers, is in `hslake.views`; this is for commits, which decide on a TableState.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -46,6 +46,47 @@ def live(state: TableState) -> set[tuple[str, str]]:
 def live_ids(state: TableState) -> set[str]:
     """Ids of the live samples."""
     return {sample_id for sample_id, _ in live(state)}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a live row holds of a sample. `mask_hash`: None in rows that recorded none;
+    `generation`: of the plan's row that it was captured for."""
+
+    segment_id: str
+    token_hash: str | None
+    mask_hash: str | None
+    generation: int
+
+    def is_same(self, planned: Mapping[str, Any]) -> bool:
+        """Whether it is what a row of the plan asks for (`hslake.views.SAME`)."""
+        mask = planned.get("mask_hash")
+        same_mask = self.mask_hash is None or mask is None or self.mask_hash == mask
+        return self.token_hash == planned["token_hash"] and same_mask
+
+    def gives_way(self, planned: Mapping[str, Any]) -> bool:
+        """Whether a capture for this row of the plan takes its place: only one of a later
+        generation does, so that two compactors never put each other's back."""
+        later = (planned.get("generation") or 1) > self.generation
+        return later and not self.is_same(planned)
+
+
+def held(state: TableState, ids: Collection[str]) -> dict[str, Held]:
+    """What the live rows of some samples hold."""
+    columns = ["op", "sample_id", "segment_id"]
+    wanted = pa.array(ids, pa.string())
+    if not pc.any(pc.is_in(state.arrow(columns[1:2])["sample_id"], wanted)).as_py():
+        return {}  # as nearly always, and before more of each row is read
+    columns += ["token_hash", "mask_hash", "generation"]
+    table = state.arrow(columns)
+    table = table.filter(pc.is_in(table["sample_id"], wanted))
+    rows = list(zip(*(table[c].to_pylist() for c in columns), strict=True))
+    hidden = {(sample, segment) for op, sample, segment, *_ in rows if op == "hide"}
+    return {
+        sample: Held(segment, tokens, mask, generation or 1)
+        for op, sample, segment, tokens, mask, generation in rows
+        if op == "add" and (sample, segment) not in hidden
+    }
 
 
 def attempts(state: TableState, wanted: Collection[str]) -> set[str]:

@@ -50,7 +50,8 @@ class Doubt:
 
 
 def plan_rows(lake: Lake, ids: set[str], sound: set[str]) -> dict[str, dict[str, Any]]:
-    """Rows of the plan by sample id. `sound`: files of it that were checked; grows.
+    """Rows of the plan by sample id; of a later generation, with the token hashes of all as
+    `former`. `sound`: files of it that were checked; grows.
 
     DuckDB checks no page checksums, and a loss mask has no other copy to be compared with: the
     plan's files are checked before it reads them. Raises Corrupt.
@@ -60,11 +61,23 @@ def plan_rows(lake: Lake, ids: set[str], sound: set[str]) -> dict[str, dict[str,
     lake.plan_table().check(sound)
     found = query.execute(
         lake.connect(),
-        "select sample_id, source, split, length, supervised_tokens, token_hash, loss_mask "
+        "select sample_id, source, split, length, supervised_tokens, token_hash, loss_mask, "
+        "mask_hash, coalesce(generation, 1) as generation "
         "from plan where sample_id in (select unnest($ids))",
         {"ids": sorted(ids)},
     )
-    return {row["sample_id"]: row for row in found.to_pylist()}
+    rows = {row["sample_id"]: row for row in found.to_pylist()}
+    anew = sorted(name for name, row in rows.items() if row["generation"] > 1)
+    if anew:  # what is staged may be of what was planned before
+        former = query.execute(
+            lake.connect(),
+            "select sample_id, list(distinct token_hash) as hashes from plan_log "
+            "where op = 'add' and sample_id in (select unnest($ids)) group by sample_id",
+            {"ids": anew},
+        )
+        for row in former.to_pylist():
+            rows[row["sample_id"]]["former"] = row["hashes"]
+    return rows
 
 
 def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
@@ -76,7 +89,10 @@ def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
     plan, row = pick.plan, pick.row
     name = f"sample {row.sample_id!r} in {pick.part.path}"
     if plan["length"] != row.length:  # the journal has a CRC: it was planned anew since
-        return Doubt("tokens differ from the plan")
+        former = "former" in plan
+        return Doubt(
+            "of a former generation of the plan" if former else "tokens differ from the plan"
+        )
     if not mask_fits(plan["loss_mask"], plan["length"], plan["supervised_tokens"]):
         return Doubt(
             "loss mask damaged",
@@ -88,10 +104,13 @@ def doubt(pick: Pick, *, states: bool = True) -> Doubt | None:
         ids = staged_ids.read()
         for stream in hidden:
             stream.check()
-        fits = token_hash(ids) == plan["token_hash"]
+        found = token_hash(ids)
+        fits = found == plan["token_hash"]
         same = not states or [_checksum(stream) for stream in hidden] == list(row.checksum)
     except (Corrupt, InvalidInput) as error:
         return Doubt("rows do not read", f"{name}: {error}")
+    if not fits and found in plan.get("former", ()):
+        return Doubt("of a former generation of the plan")
     if not fits:
         return Doubt(
             "tokens differ from the plan",
@@ -189,4 +208,6 @@ def manifest_row(pick: Pick, token_start: int, info: SegmentInfo) -> dict[str, A
         "captured_at": row.at,
         "committed_at": datetime.now(UTC),
         "reason": None,
+        "mask_hash": plan.get("mask_hash"),
+        "generation": plan.get("generation"),
     }

@@ -94,18 +94,20 @@ def connect_files(
     spec: LakeSpec | None = None,
     filesystem: Any = None,
     changes: Mapping[str, Sequence[str]] | None = None,
+    memory: int | None = None,
 ) -> duckdb.DuckDBPyConnection:
     """A connection over explicit Parquet files: of "manifest", "plan" and "runs", as far as
     they are in `files`.
 
     `filesystem`: the fsspec filesystem that opens them when they are not local; `changes`: those
-    of the files that may hold hides and tombstones (default: all).
+    of the files that may hold hides and tombstones (default: all); `memory`: bytes that it may
+    use before it spills, where the environment does not say (default: half of the machine's).
     """
     spill = Path(tempfile.gettempdir()) / f"hslake-duckdb-{uuid.uuid4().hex}"
     con = duckdb.connect(
         ":memory:",
         config={
-            "memory_limit": os.environ.get(MEMORY) or f"{_memory() // (1 << 20)}MiB",
+            "memory_limit": os.environ.get(MEMORY) or f"{(memory or _memory()) // (1 << 20)}MiB",
             # Made by DuckDB when it first spills, removed by it at close. A directory of its own:
             # two processes in one directory would take each other's files.
             "temp_directory": str(spill),
@@ -116,6 +118,7 @@ def connect_files(
     )
     with contextlib.suppress(duckdb.Error):  # a build without ICU has no time zones: UTC anyway
         con.execute("set TimeZone = 'UTC'")
+    con.execute("set enable_progress_bar = false")  # it would write into what a command prints
     con.execute("set parquet_metadata_cache = true")  # the files never change
     if filesystem is not None:
         con.register_filesystem(filesystem)
@@ -145,12 +148,16 @@ def connect_files(
 
 
 def _rows(schema: str, files: Sequence[str]) -> str:
-    """SQL for the rows of a table's Parquet files; the same columns when there are none."""
-    if files:
-        return f"select * from read_parquet({_literal(files)}, union_by_name = true)"
+    """SQL for the rows of a table's Parquet files; the schema's columns also when there are none,
+    or only files of before a column was added."""
     fields = schemas.load(schema)["fields"]
     columns = (f"null::{_SQL_TYPES[f['type']]} as {f['name']}" for f in fields)
-    return f"select {', '.join(columns)} limit 0"
+    none = f"select {', '.join(columns)} limit 0"
+    if not files:
+        return none
+    # DuckDB drops the empty side, and pushes columns and filters down to the files.
+    read = f"read_parquet({_literal(files)}, union_by_name = true)"
+    return f"select * from ({none}) union all by name select * from {read}"
 
 
 def _run(con: duckdb.DuckDBPyConnection, sql: str, files: Sequence[str]) -> None:

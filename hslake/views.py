@@ -15,7 +15,8 @@ LOGS = {"manifest": "manifest", "plan_log": "plan", "run_log": "runs"}
 HIDES = "select distinct sample_id, segment_id from ({log}) where op = 'hide'"
 CONDEMNED = "select distinct segment_id from ({log}) where op = 'condemn'"
 TOMBSTONES = """
-    select sample_id, max(commit_version) as commit_version
+    select sample_id, max(commit_version) as commit_version,
+        arg_max_null(generation, commit_version) as generation
     from ({log}) where op = 'tombstone' group by sample_id
 """
 # (table, over which log, its rows)
@@ -23,6 +24,13 @@ TAKEN_AWAY = (
     ("hides", "manifest", HIDES),
     ("condemned", "manifest", CONDEMNED),
     ("tombstones", "plan", TOMBSTONES),
+)
+
+# A committed sample s is what the plan's row p asks for: the same tokens and the same mask (which
+# rows of before do not tell). Otherwise it is of another generation of the plan.
+SAME = (
+    "(s.sample_id = p.sample_id and s.token_hash = p.token_hash "
+    "and coalesce(s.mask_hash = p.mask_hash, true))"
 )
 
 VIEWS: dict[str, str] = {
@@ -51,24 +59,25 @@ VIEWS: dict[str, str] = {
         where m.op = 'add'
         group by m.segment_id
     """,
-    # A tombstone ends what was planned up to it; the id may be planned again later.
+    # A tombstone ends what was planned before it. The id may be planned again: later, or in the
+    # very commit of the tombstone, which then begins a generation.
     "plan": """
         select p.* exclude (op)
         from plan_log p
         anti join tombstones t
-            on t.sample_id = p.sample_id and t.commit_version >= p.commit_version
+            on t.sample_id = p.sample_id and t.commit_version > p.commit_version
         where p.op = 'add'
     """,
     # Missing is counted sample by sample: a count of each side would hide one that is missing
     # behind one that nobody planned. Another token hash is another sample.
-    "coverage": """
+    "coverage": f"""
         with planned as (
             select source, split, count(*) as samples, sum(length)::bigint as tokens
             from plan group by source, split
         ), missing as (
             select p.source, p.split, count(*) as samples, sum(p.length)::bigint as tokens
             from plan p
-            anti join samples s on s.sample_id = p.sample_id and s.token_hash = p.token_hash
+            anti join samples s on {SAME}
             group by p.source, p.split
         )
         select
@@ -83,6 +92,22 @@ VIEWS: dict[str, str] = {
             (p.tokens - coalesce(m.tokens, 0)) / p.tokens as fraction
         from planned p
         left join missing m on m.source = p.source and m.split = p.split
+    """,
+    # Live samples that the plan asks for in another way now, or (planned_generation null) no more,
+    # since a new generation cut them in another way. A compactor replaces the former as they come.
+    "invalidated": f"""
+        select s.sample_id, s.source, s.split, s.length, s.token_hash,
+            coalesce(s.generation, 1) as generation,
+            coalesce(p.generation, 1) as planned_generation,
+            p.length as planned_length, s.segment_id
+        from samples s join plan p on p.sample_id = s.sample_id
+        where not {SAME}
+        union all
+        select s.sample_id, s.source, s.split, s.length, s.token_hash,
+            coalesce(s.generation, 1), null, null, s.segment_id
+        from samples s
+        join tombstones t on t.sample_id = s.sample_id and t.generation is not null
+        anti join plan p on p.sample_id = s.sample_id
     """,
     "versions": """
         with per_segment as (

@@ -57,6 +57,7 @@ def worklist(
             from (select * from chosen {share}) c
             left join samples s
               on s.sample_id = c.sample_id and s.token_hash = c.token_hash
+              and coalesce(s.mask_hash = c.mask_hash, true)
             left join refusals r
               on r.sample_id = c.sample_id and r.token_hash = c.token_hash
         )

@@ -166,7 +166,8 @@ def test_stale_append_is_refused(store: Store) -> None:
     data = tablefile.encode(table)
     store.put("manifest/late.parquet", data)
     with pytest.raises(Exception, match=r"(?i)commit|version|exist"):
-        catalog._append(stale, "late.parquet", len(data), table, catalog.Transaction("late", 1))
+        add = catalog._add_action("late.parquet", len(data), table)
+        catalog._append(stale, [add], catalog.Transaction("late", 1))
     assert ids(catalog.open_table(store, "manifest")) == ["a"]
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hslake.errors import InvalidInput, Missing
-from hslake.planfile import check_mask, check_tokens, read_rows, unused_columns
+from hslake.plan.checks import check_mask, check_tokens
+from hslake.plan.files import unused_columns
+from hslake.plan.rows import BadRow, PlanRow
+from hslake.plan.rows import read_rows as plan_rows
 
 VOCAB = 1000
+
+
+def read_rows(path: str, vocab: int | None = None) -> Iterator[PlanRow]:
+    """The rows of a file; the first bad one is raised, as `plan` does."""
+    for row in plan_rows(path, vocab):
+        if isinstance(row, BadRow):
+            raise row.error
+        yield row
 
 
 def write(folder: Path, kind: str, rows: list[dict]) -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hslake
 from hslake.cli import app
 from hslake.errors import InvalidInput, Missing, Unavailable, has_password, without_secrets
-from hslake.planfile import read_rows
+from hslake.plan.rows import read_rows
 from hslake.store import open_store
 
 KEYED = (

@@ -145,6 +145,8 @@ def compact(
             ("skipped", f"writer {name}: being compacted by another process, not counted here")
             for name in report.skipped
         ]
+        if report.replaced:
+            rows.append(("replaced", f"{report.replaced} of a former generation of the plan"))
         if report.duplicates:
             rows.append(("skipped", f"{report.duplicates} duplicates (already in the lake)"))
         rows += [("given up", f"{n} samples: {why}") for why, n in report.abandoned.items()]

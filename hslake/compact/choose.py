@@ -27,7 +27,8 @@ def choose(
     stop: Callable[[], bool],
     trouble: Callable[[Path, PartUnavailable], None],
 ) -> tuple[list[Pick], set[Key]]:
-    """What is to be stored, in order, and what needs no commit: live, unplanned or given up.
+    """What is to be stored, in order, and what needs no commit: live, unplanned or given up. A live
+    sample of a former generation of the plan is stored anew.
 
     `lake` was opened after the journals were read: whatever they hold was planned before that; and
     after `under_way` was: samples on their way into the lake, and their ids. `bad`: what was found
@@ -42,9 +43,14 @@ def choose(
         (s, r) for s in judged for r in s.info.reserved if r.state == "complete" and not is_probe(r)
     ]
     table = lake.manifest_table() if complete else None
-    live = manifest.live_ids(table) if table else set()
+    held = manifest.held(table, {r.sample_id for _, r in complete}) if table else {}
     committed = manifest.attempts(table, {r.attempt for _, r in complete}) if table else set()
-    plan = plan_rows(lake, {r.sample_id for _, r in complete} - live, sound)
+    # Of a live sample only a new attempt matters: it may be of a later generation of the plan.
+    asked = {r.sample_id for _, r in complete if r.sample_id not in held}
+    asked |= {r.sample_id for _, r in complete if r.attempt not in committed}
+    plan = plan_rows(lake, asked, sound)
+    # Live, and not to be replaced.
+    live = {n for n, row in held.items() if n not in plan or not row.gives_way(plan[n])}
     leaving = set(under_way.values())
     picks: dict[str, Pick] = {}
     given_up: dict[Key, str] = {}
@@ -79,6 +85,9 @@ def choose(
             if row.attempt not in committed:
                 duplicates.add(key)
             known.add(key)
+            continue
+        if row.attempt in committed and row.sample_id in held:
+            known.add(key)  # it is what is to be replaced
             continue
         if row.sample_id not in plan:
             given_up[key] = "not in the plan"

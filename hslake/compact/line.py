@@ -8,8 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import UTC, datetime
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,6 +31,7 @@ log = logging.getLogger("hslake.compact")
 _TRIES = 5  # at a segment that vacuums take away
 _LOOK_S = 0.2  # between two looks whether it is over
 _RATE_S = 120.0  # over which the rate is taken
+REPLACED = "planned anew: another generation takes its place"
 _BEHIND = 2  # segments that are being stored and committed, or wait for it
 
 
@@ -233,27 +236,52 @@ def finish(filled: Filled, paranoid: bool = False) -> SegmentInfo:
 
 
 def commit(lake: Lake, batch: list[Pick], info: SegmentInfo, report: CompactReport) -> list[Pick]:
-    """Commit a stored segment; those of its samples that were not live by then.
+    """Commit a stored segment; those of its samples that were not live by then, or live of a former
+    generation of the plan: that row is hidden in the same commit.
 
     When it fails the objects stay, an orphan for a vacuum: a commit whose answer was lost may still
     arrive, and what it names must be there. (It cannot once the segment was condemned.)
     """
     starts = dict(info.placements)
     added: list[Pick] = []
+    replaced: list[str] = []
 
     def build(state: catalog.TableState) -> pa.Table | None:
         refuse_condemned(state, info.segment_id)
         # `lake` says what was planned: whatever was deleted since must not come back.
         refuse_deleted(state, starts.keys(), lake.version)
-        live = manifest.live_ids(state)
-        added[:] = [p for p in batch if p.row.sample_id not in live]
-        return manifest.rows(manifest_row(p, starts[p.row.sample_id], info) for p in added)
+        held = manifest.held(state, starts.keys())
+        added[:] = [p for p in batch if _is_wanted(held.get(p.row.sample_id), p)]
+        replaced[:] = [p.row.sample_id for p in added if p.row.sample_id in held]
+        return manifest.rows(
+            [
+                *_hides(state, {name: held[name].segment_id for name in replaced}),
+                *(manifest_row(p, starts[p.row.sample_id], info) for p in added),
+            ]
+        )
 
     report.version = catalog.commit(lake.store, "manifest", build, f"segment-{info.segment_id}")
     report.segments += 1
+    report.replaced += len(replaced)
     report.samples += len(added)
     report.tokens += sum(p.row.length for p in added)
     report.raw_bytes += info.raw_bytes
     report.stored_bytes += info.stored_bytes
     report.committed_at = time.time()
     return list(added)
+
+
+def _is_wanted(held: manifest.Held | None, pick: Pick) -> bool:
+    return held is None or held.gives_way(pick.plan)
+
+
+def _hides(state: catalog.TableState, segments: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rows that hide these samples in their segments."""
+    if not segments:
+        return []
+    now = datetime.now(UTC)
+    return [
+        {**row, "op": "hide", "committed_at": now, "reason": REPLACED}
+        for row in manifest.add_rows(state, segments.keys())
+        if row["segment_id"] == segments[row["sample_id"]]
+    ]

@@ -8,9 +8,9 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -43,6 +43,10 @@ _MOST_VERSIONS = 2**62
 LOG = deltalog.LOG
 _FIRST_ENTRY = deltalog.entry_path(0)
 
+# What a commit adds: one table, which becomes one file, or several tables made one after the other,
+# each of which becomes a file and is let go: what is committed at once may be larger than memory.
+Rows: TypeAlias = "pa.Table | Iterable[pa.Table] | None"
+
 
 class TableState:
     """One version of a table; never changes."""
@@ -67,7 +71,8 @@ class TableState:
         return self.commit_files().get(version)
 
     def commit_files(self) -> dict[int, str]:
-        """version -> name of the file that its commit added, for those that added one."""
+        """version -> name of the file that its commit added, for those that added one (the last by
+        name, of several)."""
         names = (u.rpartition("/")[2] for u in self.files())
         return {v: n for n in names if (v := tablename.version_of(n)) is not None}
 
@@ -344,16 +349,15 @@ def _check_access(store: Store, name: str) -> None:
         store.read_range(path, 0, 1)
 
 
-def commit(
-    store: Store, name: str, build: Callable[[TableState], pa.Table | None], txn_id: str
-) -> int:
+def commit(store: Store, name: str, build: Callable[[TableState], Rows], txn_id: str) -> int:
     """Append the rows that `build` returns for the current state; return their version.
 
     `build` runs again on a newer state whenever another writer was faster. It returns rows without
-    commit_version (and, if it likes, without committed_at), None when there is nothing to do (the
-    version it saw is returned), or raises to abort. `txn_id` names the content: a transaction that
-    is in the table already is not repeated, its version is returned. Raises Conflict when
-    other writers were always faster, Unavailable when the store keeps failing.
+    commit_version (and, if it likes, without committed_at; see Rows for more than fit in memory),
+    None when there is nothing to do (the version it saw is returned), or raises to abort. `txn_id`
+    names the content: a transaction that is in the table already is not repeated, its version is
+    returned. Raises Conflict when other writers were always faster, Unavailable when the store
+    keeps failing.
     """
     conflicts = failures = 0
     while True:
@@ -365,15 +369,14 @@ def commit(
         if rows is None:
             return state.version
         version = state.version + 1
-        data = tablefile.fill(rows, name, version)
-        body = tablefile.encode(data)
-        path = tablename.new_name(version, body)
         # The data is durable before the log can name it, and so is what the entry stands on.
-        store.put(f"{name}/{path}", body)
+        adds = _put_files(store, name, version, rows)
+        if not adds:
+            return state.version
         with store.errors(name):
             deltalog.sync_base(store, name, state.version)
         try:
-            _append(state, path, len(body), data, Transaction(txn_id, version))
+            _append(state, adds, Transaction(txn_id, version))
         except Exception as error:
             # Whatever was reported, the commit may have succeeded: only the table knows.
             now = open_table(store, name)
@@ -381,8 +384,8 @@ def commit(
             if done is None:
                 if now.version > state.version:
                     conflicts += 1
-                    # Our version is another's: this file can never be named by a log entry.
-                    store.delete(f"{name}/{path}")
+                    # Our version is another's: these files can never be named by a log entry.
+                    _delete_files(store, name, adds)
                 else:
                     failures += 1
                 if failures >= _MAX_FAILURES:
@@ -423,8 +426,33 @@ def _roll_up(store: Store, name: str, version: int) -> None:
             have.add(block.name)
 
 
-def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transaction) -> None:
-    """Write the log entry of version `state.version + 1`, or raise: never a later one."""
+def _put_files(store: Store, name: str, version: int, rows: Rows) -> list[AddAction]:
+    """Write the rows of the commit of `version`, one file a table; what the log is to say of them.
+
+    What goes wrong leaves no file, as far as that can be helped.
+    """
+    tables = () if rows is None else [rows] if isinstance(rows, pa.Table) else rows
+    adds: list[AddAction] = []
+    try:
+        for table in tables:
+            data = tablefile.fill(table, name, version)
+            body = tablefile.encode(data)
+            add = _add_action(tablename.new_name(version, body), len(body), data)
+            adds.append(add)  # before: of a put whose answer was lost the file may be there
+            store.put(f"{name}/{add.path}", body)
+    except BaseException:
+        with contextlib.suppress(HslakeError, OSError):
+            _delete_files(store, name, adds)
+        raise
+    return adds
+
+
+def _delete_files(store: Store, name: str, adds: Sequence[AddAction]) -> None:
+    for add in adds:
+        store.delete(f"{name}/{add.path}")
+
+
+def _add_action(path: str, size: int, data: pa.Table) -> AddAction:
     ops = pc.min_max(data["op"]).as_py()
     stats = {
         "numRecords": data.num_rows,
@@ -432,9 +460,13 @@ def _append(state: TableState, path: str, size: int, data: pa.Table, txn: Transa
         "maxValues": {"op": ops["max"]},
         "nullCount": {"op": 0},
     }
-    add = AddAction(path, size, {}, time.time_ns() // 1_000_000, True, json.dumps(stats))
+    return AddAction(path, size, {}, time.time_ns() // 1_000_000, True, json.dumps(stats))
+
+
+def _append(state: TableState, adds: Sequence[AddAction], txn: Transaction) -> None:
+    """Write the log entry of version `state.version + 1`, or raise: never a later one."""
     state._table.create_write_transaction(
-        [add],
+        list(adds),
         mode="append",
         schema=state._table.schema(),
         commit_properties=CommitProperties(

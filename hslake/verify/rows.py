@@ -11,6 +11,7 @@ from hslake import query
 from hslake.errors import InvalidInput
 from hslake.lake import Lake
 from hslake.verify.report import Damage
+from hslake.views import SAME
 
 _PLANNED = ("source", "split", "length", "supervised_tokens")
 _REQUIRED = (
@@ -26,7 +27,7 @@ _REQUIRED = (
     "inventory_digest",
 )
 _LISTS = ("checksum", "rms", "absmax", "nonfinite")
-_ALL = (*_REQUIRED, "commit_version", "rms", "absmax", "nonfinite")
+_ALL = (*_REQUIRED, "commit_version", "rms", "absmax", "nonfinite", "mask_hash", "generation")
 _OF_SEGMENT = ("segment_tokens", "segment_raw_bytes", "segment_stored_bytes", "inventory_digest")
 # The table of the rows that are looked at.
 LOOKED = "looked"
@@ -38,8 +39,9 @@ _LOGGED = ("op", "sample_id", "segment_id", "token_start", "length", "segment_to
 def select(lake: Lake, sample: int | None, where: str | None) -> duckdb.DuckDBPyConnection:
     """A connection with the rows in a table, each with what the plan says as `plan_…`.
 
-    The plan's row is that of the same tokens; `other_hash` is the plan's, when it plans other
-    tokens under the same id. The view `samples` has the same rows from then on.
+    The plan's row is that of the same tokens and mask; `other_hash` is the plan's, when it plans
+    others under the same id, and `is_former` says that it does so since: a generation of the plan
+    made what is stored a former one. The view `samples` has the same rows from then on.
     Raises InvalidInput for a condition that does not work.
     """
     con = query.connect(lake)
@@ -48,16 +50,18 @@ def select(lake: Lake, sample: int | None, where: str | None) -> duckdb.DuckDBPy
         chosen += f" where ({where}\n)"  # a comment in it ends there
     if sample:
         chosen += f" order by md5(sample_id) limit {min(int(sample), 2**62)}"
-    same = "p.token_hash = s.token_hash"
-    planned = ", ".join(f"case when {same} then p.{c} end as plan_{c}" for c in _PLANNED)
+    former = "coalesce(p.generation, 1) > coalesce(s.generation, 1)"
+    planned = ", ".join(f"case when {SAME} then p.{c} end as plan_{c}" for c in _PLANNED)
     try:
         query.relation(con, chosen)  # one SELECT, and nothing else: `keep` takes what it is given
         query.keep(
             con,
             LOOKED,
-            f"select s.*, {planned}, case when {same} then null else p.token_hash end as "
-            f"other_hash, p.sample_id is not null as is_planned from ({chosen}) s left join "
-            f"(select sample_id, token_hash, {', '.join(_PLANNED)} from plan) p "
+            f"select s.*, {planned}, case when {SAME} then null else p.token_hash end as "
+            f"other_hash, coalesce(not {SAME} and {former}, false) as is_former, "
+            f"p.sample_id is not null as is_planned from ({chosen}) s left join "
+            f"(select sample_id, token_hash, mask_hash, generation, {', '.join(_PLANNED)} "
+            "from plan) p "
             "on p.sample_id = s.sample_id",
         )
         # Every mention of a view opens every file of its table again: once is enough here.
@@ -140,7 +144,7 @@ _CHECKS = """
     union all
     select segment_id, sample_id, 'its token hash is ' || token_hash || ', the plan has ' ||
         other_hash || ' under this id', true
-    from named where other_hash is not null
+    from named where other_hash is not null and not is_former
     union all
     select t.segment_id, t.sample_id, 'its row describes the segment in another way than the '
         || 'rows of other samples in it', false
@@ -165,6 +169,10 @@ _WARNINGS = """
     select count(*), printf('%d samples are not in the plan (the first: %s)', count(*),
         min(sample_id))
     from {t} where not is_planned
+    union all
+    select count(*), printf('%d samples are of a former generation of the plan, until extract has '
+        || 'captured them anew (the first: %s)', count(*), min(sample_id))
+    from {t} where is_former
     union all
     select count(*), printf('%d tokens of %d segments belong to no row: samples that another '
         || 'compactor committed first (vacuum never takes a part of a segment)',
@@ -255,8 +263,7 @@ def plan_masks(con: duckdb.DuckDBPyConnection) -> dict[str, bytes]:
     reader = query.relation(
         con,
         "select p.sample_id, p.loss_mask from plan p semi join "
-        f"(select sample_id, token_hash from {LOOKED}) s "
-        "on s.sample_id = p.sample_id and s.token_hash = p.token_hash",
+        f"(select sample_id, token_hash, mask_hash from {LOOKED}) s on {SAME}",
     ).to_arrow_reader(1024)
     found: dict[str, bytes] = {}
     for batch in reader:

@@ -98,6 +98,10 @@ def _plan(lake: Lake, ids: set[str]) -> tuple[set[str], dict[str, int], Counter[
     """Of `ids`: those planned now, their lengths, and how many tombstones each has."""
     rows = query.run(lake, "select sample_id, length from plan").to_pylist()
     lengths = {r["sample_id"]: r["length"] for r in rows if r["sample_id"] in ids}
-    text = "select sample_id, count(*) as n from plan_log where op = 'tombstone' group by 1"
+    # Those with a generation are no deletions: the id was planned anew.
+    text = (
+        "select sample_id, count(*) as n from plan_log "
+        "where op = 'tombstone' and generation is null group by 1"
+    )
     tombs = {r["sample_id"]: r["n"] for r in query.run(lake, text).to_pylist()}
     return set(lengths), lengths, Counter({i: n for i, n in tombs.items() if i in ids})

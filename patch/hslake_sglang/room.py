@@ -72,6 +72,7 @@ def missing_lengths(lake_url: str, context: int | None) -> tuple[int, int]:
                count(*) filter (p.length >= $context)
         from plan p where not exists (
             from samples s where s.sample_id = p.sample_id and s.token_hash = p.token_hash
+                and coalesce(s.mask_hash = p.mask_hash, true)
         )"""
     try:
         # The hook, which is in this package too, must do without what a lake needs.

@@ -151,7 +151,7 @@ def _add_quickly(state: catalog.TableState, row: dict[str, Any]) -> int:
     name, body = f"part-{version:020d}-{uuid.uuid4().hex}.parquet", tablefile.encode(data)
     state.store.local(f"manifest/{name}").write_bytes(body)
     txn = Transaction(f"segment-{row['sample_id']}", version)
-    catalog._append(state, name, len(body), data, txn)
+    catalog._append(state, [catalog._add_action(name, len(body), data)], txn)
     table.update_incremental()
     assert table.version() == version
     if version % rollup.FACTOR == 0:
