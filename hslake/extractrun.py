@@ -336,7 +336,7 @@ class Run:
                 view = await self._look(await self._statuses(view.lake.spec.lake_id))
                 bar.advance(max(0, total - view.awaited - done))
                 done = max(done, total - view.awaited)
-        if view.todo or view.awaited or self.stop.is_set():
+        if view.todo or view.awaited or self.stop.is_set() or not self._failed(view):
             return
         # Only samples are left that failed as often as they may: once more, after a while.
         idle = time.monotonic() - self.moved

@@ -1,5 +1,6 @@
 """`--until-complete`: a run that stays until all is committed."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -7,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hslake.compact import compact
+from hslake.extractrun import Run
 from hslake.ids import RequestId
 from hslake.staging import read_part, scan
 from tests.extract.world import FAST, World, make_world, wait_until
@@ -23,6 +27,23 @@ def test_it_ends_when_all_is_committed(world: World, compacting: Compacting) -> 
         assert report.message == "complete: all 60 planned samples are committed (60 committed)"
         assert world.extract(server, until_complete=True).complete  # nothing to do
     world.check_lake()
+
+
+def test_it_does_not_sleep_when_all_is_committed(
+    world: World, compacting: Compacting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(run: Run, seconds: float) -> None:
+        slept.append(seconds)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(Run, "_sleep", sleep)
+    with world.serve(part_tokens=2048, idle_s=0.2) as server:
+        compacting(world)
+        limits = replace(FAST, backoff_max=500.0)  # what failed would be left alone for as long
+        assert world.extract(server, until_complete=True, limits=limits).complete
+    assert max(slept, default=0.0) < 30
 
 
 def test_without_a_compactor_patience_ends(world: World) -> None:
