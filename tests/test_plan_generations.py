@@ -265,5 +265,11 @@ def test_the_command_says_what_is_lost(url: str, model: str, tmp_path: Path) -> 
     done = runner.invoke(app, [*other, "--json", "--report", str(tmp_path / "r.jsonl")])
     assert '"replaced": 3' in done.stdout and "began a new generation" in done.stderr
     assert (tmp_path / "r.jsonl").read_text().count('"new generation"') == 3
-    for wrong in (["--template-arg", "shout"], ["--column", "a=b"], ["--dedup", "x"]):
+    for wrong in (
+        ["--template-arg", "shout"],
+        ["--column", "a=b"],
+        ["--dedup", "x"],
+        ["--over-long", "cut"],
+        ["--bad-rows", "x"],
+    ):
         assert runner.invoke(app, [*call, *wrong]).exit_code == 2

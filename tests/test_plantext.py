@@ -31,6 +31,13 @@ FORGETS = (
     "{% if m.reasoning_content and loop.last %}think {{ m.reasoning_content }} think {% endif %}"
     "{{ m.content }} <e> {% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
 )
+# Begins the last turn alone with a thought, be it empty.
+EMPTY = (
+    "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}"
+    "{% if m.role != 'user' and loop.last %}think {{ m.reasoning_content }} think {% endif %}"
+    "{{ m.content.split('think>')[-1] }} <e> {% endfor %}"
+    "{% if add_generation_prompt %}<a> {% endif %}"
+)
 # Writes tools and calls out.
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m.role }}>\n"
@@ -129,6 +136,15 @@ def test_reasoning_that_is_dropped(tmp_path: Path) -> None:
     assert supervised(folder, thinking, last_turn_only=True) == "think are think fine <e>"
     # Nothing is dropped where there is nothing to drop.
     assert supervised(folder, CHAT) == "hello there <e> fine <e>"
+
+
+def test_an_empty_thought_in_the_last_turn_alone(tmp_path: Path) -> None:
+    folder = save(tmp_path, EMPTY)
+    assert supervised(folder, CHAT) == "hello there <e> think think fine <e>"
+    reasons = [CHAT[0], {**CHAT[1], "reasoning_content": "how"}, *CHAT[2:]]
+    for turn in (reasons[1], {**CHAT[1], "content": "think> hello"}, {**CHAT[1], "content": " "}):
+        with pytest.raises(InvalidInput, match=r"^x: turn 2: .*--last-turn-only"):
+            encode(folder, [CHAT[0], turn, *CHAT[2:]])
 
 
 def test_arguments_and_templates(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from hslake.cli.common import DryRun, Json, Lake, examples, note, print_json, print_table
 from hslake.errors import InvalidInput
-from hslake.plan.pieces import OverLong
 from hslake.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -92,13 +91,14 @@ def plan(
         typer.Option(metavar="N", help="Most tokens of a sample.", rich_help_panel=_SIZE),
     ] = None,
     over_long: Annotated[
-        OverLong,
+        str,
         typer.Option(
+            metavar="reject|truncate|split",
             help="What becomes of longer ones: left out, cut after N tokens, or split into pieces "
             "of N.",
             rich_help_panel=_SIZE,
         ),
-    ] = OverLong.REJECT,
+    ] = "reject",
     min_supervised: Annotated[
         int | None,
         typer.Option(
@@ -172,8 +172,6 @@ def plan(
 
     if dedup not in (None, "tokens"):
         raise InvalidInput(f"--dedup: found {dedup!r}, expected tokens")
-    if bad_rows not in ("fail", "reject"):
-        raise InvalidInput(f"--bad-rows: found {bad_rows!r}, expected fail or reject")
     found = hslake.plan.plan_files(
         lake,
         files,

@@ -2,8 +2,9 @@
 
 By the chat template's own generation marks where it has them. Otherwise by rendering turn by turn:
 what the assistant wrote lies between the prompt it would have got and the end of its turn, if these
-beginnings are beginnings of the whole. Where they are not, the mask cannot be exact, and the
-conversation is refused.
+beginnings are beginnings of the whole. Where only the end is not, as the template writes more into
+a last turn, it must be the turn's content and end and nothing else. Otherwise the mask cannot be
+exact, and the conversation is refused.
 """
 
 import re
@@ -15,6 +16,7 @@ from hslake.errors import InvalidInput
 from hslake.plan.chat import Turn
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD = "hslake8d1f"  # in no conversation
 Spans = list[tuple[int, int]]
 
 
@@ -131,10 +133,31 @@ def _by_turn(
         # Up to where the model would start to write, and up to where it stops.
         start = _text(template, turns[:i], tools, True)
         end = whole if i == len(turns) - 1 else _text(template, turns[: i + 1], tools, False)
-        if not whole.startswith(start) or not whole.startswith(end) or len(end) < len(start):
+        if whole.startswith(start) and whole.startswith(end) and len(end) >= len(start):
+            spans.append((len(start), len(end)))
+            continue
+        said = _as_said(template, turns[: i + 1], tools)
+        if said is None or not whole.startswith(start) or not whole.startswith(said, len(start)):
             raise InvalidInput(_inexact(template, turns, i, where))
-        spans.append((len(start), len(end)))
+        spans.append((len(start), len(start) + len(said)))
     return whole, spans
+
+
+def _as_said(template: Template, turns: Sequence[Turn], tools: list[Any] | None) -> str | None:
+    """What the last of `turns` wrote, its content and the end of its turn; None when it wrote more.
+
+    For templates that put something before the content of a conversation's last turn alone, such as
+    an empty thought. The end of a turn is what follows a word in the place of its content.
+    """
+    turn = turns[-1]
+    content = turn["content"].strip()
+    more = [k for k in turn if k not in ("role", "content", "name")]
+    if more or not content or "think>" in content:
+        return None
+    around = _text(template, [*turns[:-1], {**turn, "content": _WORD}], tools, False)
+    if around.count(_WORD) != 1:
+        return None
+    return content + around.partition(_WORD)[2]
 
 
 def _inexact(template: Template, turns: Sequence[Turn], i: int, where: str) -> str:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hslake.errors import InvalidInput
 from hslake.ids import check_source
@@ -27,6 +27,8 @@ from hslake.progress import ProgressMaker, Silent
 from hslake.spec import read_spec
 from hslake.store import Store, open_store
 from hslake.tables import catalog
+
+_Choice = TypeVar("_Choice", OverLong, BadRows)
 
 
 def plan_files(
@@ -92,8 +94,8 @@ def plan_files(
     settings = Settings(
         source,
         split_validation,
-        Limits(max_length, OverLong(over_long), min_supervised),
-        BadRows(bad_rows),
+        Limits(max_length, _choice(OverLong, over_long, "--over-long"), min_supervised),
+        _choice(BadRows, bad_rows, "--bad-rows"),
         dict(columns or {}),
         spec.model.vocab_size,
         text,
@@ -130,6 +132,13 @@ def plan_files(
         template_hash=text.template_hash if text else None,
         **found,
     )
+
+
+def _choice(kind: type[_Choice], value: str, option: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidInput(f"{option}: found {value!r}, expected {', '.join(kind)}") from None
 
 
 class _Commit:
