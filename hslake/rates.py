@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 WINDOWS = 12  # at most, that the rate is taken over
 LONGEST_S = 300.0  # of a window: with 12 of them, the rate is that of the last hour
+HISTORY = 6 * WINDOWS  # windows that the spread is taken over: six hours show slow changes too
 ENOUGH = 3  # windows, for a range
-_STEADIEST = 0.8  # how alike neighbouring windows may be taken to be: an hour tells no more
+_STEADIEST = 0.95  # how alike neighbouring windows may be taken to be
 # Student's t, 90 % two-sided, by degrees of freedom.
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
 
@@ -33,7 +34,8 @@ class Estimate:
     """Tokens a second of late, and seconds left at it.
 
     `soonest` and `latest`: the range that holds 9 times in 10 if the rate goes on varying as it did
-    in the windows; None while there are fewer than three of them. `window`: seconds of one.
+    in the `windows` (tokens a second, oldest first); None while there are fewer than three of them.
+    `window`: seconds of one.
     """
 
     rate: float
@@ -105,8 +107,9 @@ def average(done: Sequence[Stretch]) -> float | None:
 def windows(done: Sequence[Stretch]) -> tuple[list[float], float]:
     """(tokens a second in each window, oldest first; seconds of one).
 
-    At most 12 windows of at most five minutes, the newest work in the last one; none is shorter
-    than the longest stretch among them, within which nothing more is known.
+    A twelfth of the work each, at most five minutes, and no less than the longest stretch of the
+    last hour, within which nothing more is known; the newest work lies in the last one. Of work
+    of more than an hour there are more than 12, at most 72.
     """
     whole = sum(s.seconds for s in done)
     if whole <= 0:
@@ -120,7 +123,7 @@ def windows(done: Sequence[Stretch]) -> tuple[list[float], float]:
         if covered >= newest:
             break
     width = max(newest / WINDOWS, coarsest)
-    count = max(1, min(WINDOWS, int(whole / width * (1 + 1e-9))))
+    count = max(1, min(HISTORY, int(whole / width * (1 + 1e-9))))
     width = min(width, whole)
     found = [0.0] * count
     at = whole
@@ -142,43 +145,47 @@ def windows(done: Sequence[Stretch]) -> tuple[list[float], float]:
 def estimate(done: Sequence[Stretch], left: float) -> Estimate | None:
     """What the newest windows say of the rate, and of the time that `left` tokens take.
 
-    None when nothing was done in them. With T = left / rate, n windows of w seconds, their
-    coefficient of variation c, and r how alike neighbours are (lag-1 autocorrelation, 0 to 0.8):
+    None when nothing was done in them. The rate is the mean of the n <= 12 newest windows of w
+    seconds. With T = left / rate, c the standard deviation of all N <= 72 windows over the rate,
+    and r how alike neighbours are (lag-1 autocorrelation, made good for its bias, 0 to 0.95):
 
-        T ± t(n - 1) · c · sqrt((1 + r) / (1 - r)) · sqrt(T² / n + w · T)
+        T ± t(N - 1) · c · sqrt((1 + r) / (1 - r)) · sqrt(T² / n + w · T)
 
     The first term under the root is what n windows do not tell of the rate itself, the second how
     the time still to come will vary. It is never sooner than at the fastest window's rate.
     """
-    rates, width = windows(done)
-    rate = statistics.fmean(rates) if rates else 0.0
+    every, width = windows(done)
+    newest = every[-WINDOWS:]
+    rate = statistics.fmean(newest) if newest else 0.0
     if rate <= 0:
         return None
     seconds = max(left, 0.0) / rate
-    if len(rates) < ENOUGH:
-        return Estimate(rate, seconds, None, None, tuple(rates), width)
-    n = len(rates)
-    vary = _T[min(n - 1, len(_T)) - 1] * statistics.stdev(rates) / rate
-    vary *= math.sqrt((1 + _alike(rates)) / (1 - _alike(rates)))
-    off = vary * math.sqrt(seconds * seconds / n + width * seconds)
-    soonest = min(seconds, max(seconds - off, seconds * rate / max(rates)))
-    return Estimate(rate, seconds, soonest, seconds + off, tuple(rates), width)
+    if len(every) < ENOUGH:
+        return Estimate(rate, seconds, None, None, tuple(every), width)
+    vary = _T[min(len(every) - 1, len(_T)) - 1] * statistics.stdev(every) / rate
+    alike = _alike(every)
+    vary *= math.sqrt((1 + alike) / (1 - alike))
+    off = vary * math.sqrt(seconds * seconds / len(newest) + width * seconds)
+    soonest = min(seconds, max(seconds - off, seconds * rate / max(every)))
+    return Estimate(rate, seconds, soonest, seconds + off, tuple(every), width)
 
 
 def _alike(rates: Sequence[float]) -> float:
-    """Lag-1 autocorrelation, from 0 to _STEADIEST."""
+    """Lag-1 autocorrelation, from 0 to _STEADIEST; few values show less of it than there is."""
     mean = statistics.fmean(rates)
     whole = sum((x - mean) ** 2 for x in rates)
     if whole <= 0:
         return 0.0
     step = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(rates))
-    return min(_STEADIEST, max(0.0, step / whole))
+    found = step / whole
+    found += (1 + 3 * found) / len(rates)
+    return min(_STEADIEST, max(0.0, found))
 
 
 class Meter:
-    """Rates of a count that is looked at now and then; remembers the last hour."""
+    """Rates of a count that is looked at now and then; remembers six hours."""
 
-    def __init__(self, keep_s: float = 3600.0) -> None:
+    def __init__(self, keep_s: float = HISTORY * LONGEST_S) -> None:
         self._keep = keep_s
         self._points: deque[tuple[float, float]] = deque()
 

@@ -10,11 +10,10 @@ from hslake.rates import Stretch, merged
 from hslake.status.mirror import Mirror
 from hslake.status.report import RunState
 
-RECENT = timedelta(hours=3)  # of the run log, for rates: those of an hour of work need no more
+RECENT = timedelta(hours=7)  # that rates look back
 SILENT_S = 180.0  # a run that says nothing for so long, or three times its habit, is not live
 GAP_S = 30.0  # without a capture or a commit: no time of work
 IDLE_S = 60.0  # without a commit, at least, before nothing is taken to be going on
-_COMMITS = timedelta(hours=2)
 _SHOWN = 5  # live runs
 
 
@@ -73,14 +72,18 @@ def from_runs(mirror: Mirror, now: datetime, live: bool) -> Work | None:
     """From the figures that runs tell; None when none did lately."""
     rows = mirror.rows(
         """
-        select run_id, epoch(told_at) as at, captured_tokens::double as tokens from run_log
-        where captured_tokens is not null and told_at > $since
+        select
+            run_id, captured_tokens::double as tokens,
+            -- the run's own clock, which never goes back
+            first_value(epoch(told_at) - elapsed_ms / 1000) over (partition by run_id order by seq)
+                + elapsed_ms / 1000 as second
+        from run_log where captured_tokens is not null and told_at > $since
         order by run_id, seq
         """,
         {"since": now - RECENT},
     ).to_pylist()
     curves = [
-        [(r["at"], r["tokens"]) for r in group]
+        [(r["second"], r["tokens"]) for r in group]
         for _, group in itertools.groupby(rows, key=lambda r: r["run_id"])
     ]
     done = merged(curves)
@@ -113,7 +116,7 @@ def from_commits(mirror: Mirror, now: datetime) -> Work | None:
         select made, tokens, coalesce(seconds, 0.0) as seconds from commits
         left join spent using (made) order by made
         """,
-        {"since": now - _COMMITS},
+        {"since": now - RECENT},
     ).to_pylist()
     if not rows:
         return None
