@@ -25,8 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from queries import committed, make, planned  # noqa: E402
-
 import hslake  # noqa: E402
 from hslake.checksum import RowStats  # noqa: E402
 from hslake.ids import RequestId, new_attempt  # noqa: E402
@@ -35,6 +33,7 @@ from hslake.status import Watcher  # noqa: E402
 from hslake.store import open_store  # noqa: E402
 from hslake.store.core import Store  # noqa: E402
 from hslake.tables import catalog  # noqa: E402
+from queries import committed, make, planned  # noqa: E402
 from tests.s3server import moto  # noqa: E402
 
 CAPTURED = 2_000
