@@ -166,13 +166,12 @@ class _Tuner:
             clients = [server_at(url, session, request_timeout=900.0) for url in urls]
             found = await asyncio.gather(*(whole_status(c) for c in clients))
             ready = self._ready(clients, found)
-            statuses = [s for s in found if isinstance(s, ServerStatus)]
             by_chunk: dict[int | None, list[Server]] = {}
             for client, status in ready:
                 by_chunk.setdefault(await _chunk(client, status), []).append(client)
             groups = []
             for chunk, members in by_chunk.items():
-                trials = await self._measure(members, statuses, chunk)
+                trials = await self._measure(members, clients, chunk)
                 groups.append(group_of(self.lake.spec, chunk, [m.url for m in members], trials))
             return groups
 
@@ -193,9 +192,12 @@ class _Tuner:
         return ready
 
     async def _measure(
-        self, servers: Sequence[Server], statuses: Sequence[ServerStatus], chunk: int | None
+        self, servers: Sequence[Server], all_of_them: Sequence[Server], chunk: int | None
     ) -> list[Trial]:
         options = self.options
+        # Anew for each group: what the group before captured may wait in staging.
+        found = await asyncio.gather(*(whole_status(server) for server in all_of_them))
+        statuses = [s for s in found if isinstance(s, ServerStatus)]
         name = f"tune at chunk size {chunk}" if chunk else "tune"
         items, read, close = await asyncio.to_thread(self._samples, statuses)
         try:
@@ -227,12 +229,14 @@ class _Tuner:
 
     def _samples(self, statuses: Sequence[ServerStatus]) -> tuple[Sequence[Item], Any, Any]:
         """(samples to ask for, what reads their tokens, what to call in the end)."""
+        told = [*statuses, *(s for root in self.roots for s in local_statuses(root))]
+        # Staging first: what is committed in between is then seen twice, not never.
+        self.lake = self.lake.refresh()
         listing = worklist(self.lake)
         if not listing.planned:
             raise Missing(
                 f"nothing is planned in {self.lake.url}: register samples with `hslake plan`"
             )
-        told = [*statuses, *(s for root in self.roots for s in local_statuses(root))]
         held = captured_attempts(of_lake(told, self.lake.spec.lake_id))
         missing = listing.missing.without(waiting_samples(self.lake, held))[:_ITEMS]
         if len(missing) >= _FEW and not self.options.probes:

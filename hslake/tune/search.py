@@ -43,7 +43,23 @@ async def search(
             if trial is None:
                 return trials
             trials.append(trial)
+    while (top := _top_is_best(trials)) and 2 * top <= most:  # the first look at it was unlucky
+        for _ in range(repeats):
+            trial = await measure(2 * top)
+            if trial is None:
+                return trials
+            trials.append(trial)
     return trials
+
+
+def _top_is_best(trials: Sequence[Trial]) -> int:
+    """The most that was tried, if that is what would be taken and staging did not decide; else
+    0."""
+    found = levels(trials)
+    best = enough(found)
+    if best is None or best != found[-1] or best.starved > STARVED:
+        return 0
+    return best.requests
 
 
 def candidates(trials: Sequence[Trial]) -> list[int]:
