@@ -27,14 +27,15 @@ from hslake.status.report import (
 from hslake.units import format_bytes, format_span
 
 FULL = 0.15  # of staging's rows free: with less, requests wait for room
-_WAITS = 0.5  # of the rows in use that are sealed: more of them, and the compactor is behind
-_BEHIND_S = 300.0  # without a commit although sealed parts wait
+_WAITS = 0.5  # of the rows in use: with more of them waiting, the compactor is behind
+_BEHIND_S = 300.0  # without a commit although samples wait
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What the rules look at. `told`: a server or staging folder was named; `fresh`: one of them
-    told something now. `captures`: tokens were seen to be captured since the last look."""
+    """What the rules look at. `told`: a server or staging folder was named; `captures`: tokens were
+    seen to be captured since the last look; `waiting_tokens`: captured and not committed;
+    `silent`: staging folders that cannot be read now, and why."""
 
     tokens_left: int
     runs: Sequence[RunState]
@@ -45,6 +46,8 @@ class Scene:
     told: bool
     captures: bool
     commit_age: float | None
+    waiting_tokens: int = 0
+    silent: Sequence[str] = ()
 
     @property
     def live(self) -> list[WriterState]:
@@ -62,9 +65,10 @@ class Scene:
         return sum(w.free_rows for w in self.live)
 
     @property
-    def sealed(self) -> int:
-        """Rows that wait for the compactor, of all writers."""
-        return sum(w.sealed_rows for w in self.writers)
+    def waits(self) -> int:
+        """Rows that wait for the compactor, of all writers: of sealed parts, or of whole samples,
+        whichever are more (a compactor that is short of room takes them from open parts too)."""
+        return max(self.waiting_tokens, sum(w.sealed_rows for w in self.writers))
 
     @property
     def full(self) -> bool:
@@ -103,8 +107,8 @@ def bottleneck(s: Scene) -> Bottleneck:
     filled = f"staging is {share:.0%} full"
     if s.full:
         used = max(1, s.capacity - s.free)
-        waits = f"{min(1.0, s.sealed / used):.0%} of that waits for the compactor"
-        if s.sealed >= _WAITS * used:
+        waits = f"{min(1.0, s.waits / used):.0%} of that waits for the compactor"
+        if s.waits >= _WAITS * used:
             return Bottleneck(COMPACTOR, f"{filled}, {waits}")
         return Bottleneck(STAGING, f"{filled}, and only {waits}: the rest is still arriving")
     flights = [x.in_flight for x in s.servers if x.in_flight is not None]
@@ -127,6 +131,7 @@ def needs(
     """What somebody should do, most urgent first."""
     told = [f"the lake cannot be read now: {lake_error}"] if lake_error else []
     told += [f"server {x.url}: {x.state}" for x in s.servers if x.state != UP]
+    told += [f"staging {text}" for text in s.silent]
     told += [f"writer {w.writer[:8]}: {w.error}" for w in s.writers if w.alive and w.error]
     told += [f"compactor {c.url}: {t}" for c in s.compactors for t in c.troubles]
     behind = s.commit_age is None or s.commit_age > _BEHIND_S
@@ -135,7 +140,7 @@ def needs(
         if not behind:
             todo = "give the compactor more cores, or a nearer store"
         told.append(f"staging is full and waits for the compactor: {todo}")
-    elif s.sealed and behind and not s.compactors and s.told:
+    elif s.waits and behind and not s.compactors and s.told:
         when = "nothing was committed yet"
         if s.commit_age is not None:
             when = f"nothing was committed for {format_span(s.commit_age)}"

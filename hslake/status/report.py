@@ -106,10 +106,11 @@ class RunState:
 class Pace:
     """Tokens a second and the time left.
 
-    `now`: over the last minutes; `average`: over the run (or, without a run log, all work in the
-    last hour); `basis`: run log | commits, what both are from; `eta_*`: seconds, at the rate of up
-    to an hour; the range holds 9 times in 10 (hslake.rates.estimate), None while too little is
-    known for one. All None when nothing was done or nothing is going on.
+    `now`: captured over the last minute as --watch saw it on the servers, else over the newest
+    window; `average`: over the run (or, without a live one, the work of the last hours); `basis`:
+    run log | commits, where the rate is from; `eta_*`: seconds, at the rate of up to an hour; the
+    range holds 9 times in 10 (hslake.rates.estimate), None while too little is known for one.
+    None where nothing was done or nothing is going on.
     """
 
     now: float | None

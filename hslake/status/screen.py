@@ -213,7 +213,7 @@ def _table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], styles: Iterable[str] = ()
 ) -> list[Text]:
     """Rows under their columns; numbers and percentages to the right."""
-    texts = [[f"{v:,}" if isinstance(v, int) else cell(v) for v in row] for row in rows]
+    texts = [[f"{v:,}" if isinstance(v, int) else cell(v, 500) for v in row] for row in rows]
     right = [
         all(isinstance(row[i], int | None) or str(row[i]).endswith("%") for row in rows)
         for i in range(len(columns))

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import hslake
 from hslake.errors import HslakeError, without_secrets
-from hslake.rates import average, estimate, windows
+from hslake.rates import average, estimate
 from hslake.server import ServerStatus
 from hslake.slot import unfit
 from hslake.staging.check import check_roots
@@ -29,6 +29,7 @@ from hslake.status.report import (
     StatusReport,
     WriterState,
 )
+from hslake.views import VIEWS
 from hslake.worklist import held_attempts, of_lake
 
 
@@ -115,6 +116,8 @@ class Watcher:
             told=bool(told),
             captures=captures,
             commit_age=self._commit_age(now),
+            waiting_tokens=sum(r.waiting_tokens for r in coverage),
+            silent=[f"{t.where}: {t.error}" for t in told if t.local and t.error],
         )
         held_back = bottleneck(scene)
         estimate_bytes, expected = self._spec.estimate.bytes, None
@@ -239,7 +242,9 @@ class Watcher:
         return None if made is None else max(0.0, (now - made).total_seconds())
 
     def _invalidated(self) -> int | None:
-        return None
+        if "invalidated" not in VIEWS:
+            return None
+        return int(self._mirror.rows("select count(*) as n from invalidated").to_pylist()[0]["n"])
 
     def _details(self) -> dict[str, dict[str, Any]]:
         return work.servers(self._mirror)
@@ -281,18 +286,19 @@ def _pace(
     runs: Sequence[RunState],
     told: Sequence[Told],
 ) -> Pace:
+    # Servers and staging folders tell of the same writers: of one kind only.
+    seen = [t.rate for t in told if not t.local] or [t.rate for t in told]
+    now = None
+    if seen and all(rate is not None for rate in seen):
+        now = sum(rate or 0.0 for rate in seen)
     if done is None or (found := estimate(done.done, left)) is None:
-        return Pace(None, None, None, None, None, None)
+        return Pace(now, None, None, None, None, None)
     live = [run for run in runs if run.live and run.tokens_per_second is not None]
     mean = average(done.done)
     if done.basis == "run log" and live:
         mean = sum(run.tokens_per_second or 0.0 for run in live)
-    # Servers and staging folders tell of the same writers: of one kind only.
-    seen = [t.rate for t in told if not t.local] or [t.rate for t in told]
-    rates, _ = windows(done.done)
-    now = rates[-1]
-    if seen and all(rate is not None for rate in seen):
-        now = sum(rate or 0.0 for rate in seen)
+    if now is None:
+        now = found.windows[-1]
     if not going_on or not left:
         return Pace(now, mean, done.basis, None, None, None)
     return Pace(now, mean, done.basis, found.seconds, found.soonest, found.latest)

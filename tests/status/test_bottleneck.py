@@ -43,6 +43,7 @@ BUSY = Scene(1000, [RUN], [UP], [writer(600, 100)], [], True, True, True, 5.0)
         (replace(BUSY, tokens_left=0), NOTHING, "committed"),
         (replace(BUSY, writers=[writer(100, 700)]), COMPACTOR, "78% of that waits"),
         (replace(BUSY, writers=[writer(100, 200)]), STAGING, "only 22%"),
+        (replace(BUSY, writers=[writer(100, 0)], waiting_tokens=800), COMPACTOR, "89%"),
         (replace(BUSY, writers=[writer(900, 0), writer(0, 900)]), COMPACTOR, "waits"),
         (replace(BUSY, servers=[replace(UP, in_flight=0)]), DRIVER, "nothing is on its way"),
         (replace(BUSY, servers=[replace(UP, in_flight=9)]), SERVER, "room"),
@@ -91,6 +92,7 @@ def todo(scene: Scene, **more: object) -> str:
 def test_what_to_do() -> None:
     assert todo(BUSY) == ""
     assert "cannot be read" in todo(BUSY, lake_error="no answer")
+    assert "staging /x: gone" in todo(replace(BUSY, silent=["/x: gone"]))
     assert "server http://a: dead" in todo(replace(BUSY, servers=[replace(UP, state="dead")]))
     assert "out of memory" in todo(replace(BUSY, writers=[writer(9, 0, error="out of memory")]))
     full = replace(BUSY, writers=[writer(100, 700)])
