@@ -31,16 +31,15 @@ GOOD, BAD, DIM, HEAD = "green", "bold red", "dim", "bold"
 def lines(r: StatusReport, *, staging_given: bool = False) -> list[Text]:
     """The screen, without a width: the caller cuts or wraps."""
     found: list[Text | str] = [_head(r), _bar(r), _done(r), _rate(r), _slow(r), *_needs(r)]
-    if r.coverage:
-        found += ["", *_coverage(r, staging_given)]
-    else:
-        found += ["", _pair("plan", f"nothing is planned: hslake plan {r.lake} FILE --source NAME")]
-    found += ["", *_run(r), *_storage(r)]
+    found += ["", *_run(r), *_storage(r), *map(_compactor, r.compactors)]
     if r.servers:
         found += ["", *_table(*_servers(r.servers))]
     if r.writers:
         found += ["", *_table(*_writers(r.writers))]
-    found += [_compactor(c) for c in r.compactors]
+    if r.coverage:  # last: it is long, and may fall off a small screen
+        found += ["", *_coverage(r, staging_given)]
+    else:
+        found += ["", _pair("plan", f"nothing is planned: hslake plan {r.lake} FILE --source NAME")]
     return [line if isinstance(line, Text) else Text(line) for line in found]
 
 
@@ -57,7 +56,7 @@ def _head(r: StatusReport) -> Text:
     elif r.lake_error:
         state, style = "NOT READ", BAD
     text = Text.assemble((f"{state:<8}", f"bold {style}"), " ", (r.lake, HEAD))
-    text.append(f"  version {r.version}, {r.at:%Y-%m-%d %H:%M:%S} UTC", DIM)
+    text.append(f"  version {r.version}, {r.at:%d %b %H:%M:%S} UTC", DIM)
     if r.lake_error or r.lake_age_seconds > _OLD_S:
         text.append(f"  the lake as {format_span(r.lake_age_seconds)} ago", BAD)
     return text
@@ -171,7 +170,7 @@ def _storage(r: StatusReport) -> list[Text]:
     whole = f"{format_bytes(r.forecast_bytes)} for the whole plan"
     if r.estimate_bytes:
         whole += f", the estimate is {format_bytes(r.estimate_bytes)}"
-    return [_pair("stored", stored), _pair("plan", whole)]
+    return [_pair("stored", stored), _pair("will be", whole)]
 
 
 def _servers(servers: Sequence[ServerState]) -> tuple[list[str], list[list[Any]], list[str]]:

@@ -254,7 +254,7 @@ class Watcher:
     def _server(self, told: Told, details: dict[str, dict[str, Any]]) -> ServerState:
         status, state = told.status, UP
         if told.error is not None or status is None:
-            state = told.error or "not asked yet"
+            state = (told.error or "not asked yet").removeprefix(f"{told.where}: ")
         else:
             state = unfit(status, self._spec.lake_id) or UP
         writers = [w for w in status.writers if w.alive] if status is not None else []
@@ -287,10 +287,9 @@ def _pace(
     told: Sequence[Told],
 ) -> Pace:
     # Servers and staging folders tell of the same writers: of one kind only.
-    seen = [t.rate for t in told if not t.local] or [t.rate for t in told]
-    now = None
-    if seen and all(rate is not None for rate in seen):
-        now = sum(rate or 0.0 for rate in seen)
+    sources = [t for t in told if not t.local] or told
+    seen = [t.rate for t in sources if t.rate is not None and t.now is not None]
+    now = sum(seen) if seen else None
     if done is None or (found := estimate(done.done, left)) is None:
         return Pace(now, None, None, None, None, None)
     live = [run for run in runs if run.live and run.tokens_per_second is not None]
