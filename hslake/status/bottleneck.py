@@ -1,8 +1,8 @@
 """What holds a run back, and what somebody should do about it: from the figures, with the figures.
 
 The rules, in order: nothing is left; nobody works; no server captures; staging has no room (then
-the compactor is behind if most of what fills it waits for it, else staging is too small); servers
-have room and nothing on their way (the driver); else the servers set the pace, as they should.
+the compactor is behind if most of what fills it waits for it, else staging is too small); there is
+room, and nothing arrives (the driver); else the servers set the pace, as they should.
 """
 
 from collections.abc import Sequence
@@ -71,6 +71,14 @@ class Scene:
         return max(self.waiting_tokens, sum(w.sealed_rows for w in self.writers))
 
     @property
+    def arriving(self) -> int | None:
+        """Rows in use that are not of whole samples; None where ended writers' samples wait too,
+        which are not told apart."""
+        if any(w.sealed_rows for w in self.writers if not w.alive):
+            return None
+        return max(0, self.capacity - self.free - self.waits)
+
+    @property
     def full(self) -> bool:
         """Whether one of the live writers has hardly any room: which one gets a request is not the
         driver's to say, so the fullest decides."""
@@ -111,9 +119,8 @@ def bottleneck(s: Scene) -> Bottleneck:
         if s.waits >= _WAITS * used:
             return Bottleneck(COMPACTOR, f"{filled}, {waits}")
         return Bottleneck(STAGING, f"{filled}, and only {waits}: the rest is still arriving")
-    flights = [x.in_flight for x in s.servers if x.in_flight is not None]
-    if flights and not sum(flights):
-        return Bottleneck(DRIVER, f"{filled} and nothing is on its way to the servers")
+    if s.run_live and not s.captures and s.arriving == 0:
+        return Bottleneck(DRIVER, f"{filled}, and nothing is arriving there")
     if not s.run_live and not s.captures:
         return Bottleneck(UNKNOWN, f"{filled}; whether anything is on its way is not known")
     return Bottleneck(SERVER, f"{filled}: there is room, and requests are on their way")

@@ -100,8 +100,7 @@ class Watcher:
         found = work.runs(self._mirror, now)
         live = any(run.live for run in found)
         left = sum(r.planned_tokens - r.committed_tokens for r in coverage)
-        done = work.from_runs(self._mirror, now, live) if live else None
-        done = done or work.from_commits(self._mirror, now)
+        done = work.best(self._mirror, now, live)
         going_on = live or captures or (done is not None and done.going_on)
         going_on = going_on and (not told or any(w.alive for w in writers))
         pace = _pace(done, going_on, left, found, told)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from hslake.rates import Stretch, merged
+from hslake.rates import ENOUGH, Stretch, merged, windows
 from hslake.status.mirror import Mirror
 from hslake.status.report import RunState
 
 RECENT = timedelta(hours=7)  # that rates look back
-SILENT_S = 180.0  # a run that says nothing for so long, or three times its habit, is not live
+SILENT_S = 660.0  # a run that says nothing for twice its habit (extract's is 300 s) is not live
 GAP_S = 30.0  # without a capture or a commit: no time of work
 IDLE_S = 60.0  # without a commit, at least, before nothing is taken to be going on
 _SHOWN = 5  # live runs
@@ -55,7 +55,7 @@ def _run(row: dict[str, Any], now: datetime) -> RunState:
         host=row["host"],
         started_at=row["started_at"],
         last_seen_at=row["last_seen_at"],
-        live=row["ended_at"] is None and silent < max(SILENT_S, 3 * (row["habit"] or 0.0)),
+        live=row["ended_at"] is None and silent < max(SILENT_S, 2.2 * (row["habit"] or 0.0)),
         outcome=row["outcome"],
         reason=row["reason"],
         captured=row["captured"] or 0,
@@ -66,6 +66,17 @@ def _run(row: dict[str, Any], now: datetime) -> RunState:
         seconds=row["seconds"] or 0.0,
         tokens_per_second=row["tokens_per_second"],
     )
+
+
+def best(mirror: Mirror, now: datetime, live: bool) -> Work | None:
+    """The figures of live runs, unless they are too few yet for a range and commits give one."""
+    told = from_runs(mirror, now, live) if live else None
+    if told is not None and len(windows(told.done)[0]) >= ENOUGH:
+        return told
+    made = from_commits(mirror, now)
+    if told is not None and (made is None or len(windows(made.done)[0]) < ENOUGH):
+        return told
+    return made
 
 
 def from_runs(mirror: Mirror, now: datetime, live: bool) -> Work | None:

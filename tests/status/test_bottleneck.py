@@ -45,8 +45,9 @@ BUSY = Scene(1000, [RUN], [UP], [writer(600, 100)], [], True, True, True, 5.0)
         (replace(BUSY, writers=[writer(100, 200)]), STAGING, "only 22%"),
         (replace(BUSY, writers=[writer(100, 0)], waiting_tokens=800), COMPACTOR, "89%"),
         (replace(BUSY, writers=[writer(900, 0), writer(0, 900)]), COMPACTOR, "waits"),
-        (replace(BUSY, servers=[replace(UP, in_flight=0)]), DRIVER, "nothing is on its way"),
-        (replace(BUSY, servers=[replace(UP, in_flight=9)]), SERVER, "room"),
+        (replace(BUSY, writers=[writer(900, 100)], captures=False), DRIVER, "nothing is arriving"),
+        (replace(BUSY, writers=[writer(900, 100)]), SERVER, "room"),
+        (replace(BUSY, writers=[writer(800, 100)], captures=False), SERVER, "room"),
         (
             replace(BUSY, writers=[writer(0, 0, alive=False)], servers=[replace(UP, state="dead")]),
             SERVER,
