@@ -28,6 +28,7 @@ class Mirror:
         self.store, self.spec = lake.store, lake.spec
         self.con = query.connect_files({}, lake.spec)
         self.versions: dict[str, int] = {}  # table -> the version that is copied
+        self._known: dict[str, pa.Table] = {}  # rows of SELECTs without parameters, until a change
         for view in LOGS:
             self.con.execute(f"create temp table _{view} as select * from {view}")
             self.con.execute(f"create or replace temp view {view} as select * from _{view}")
@@ -81,6 +82,7 @@ class Mirror:
                     log = sql.format(log=f"select * from _{view}")
                     self.con.execute(f"insert into {table} {log}")
             self.con.execute("commit")
+            self._known.clear()
         except BaseException:
             self.con.execute("rollback")
             raise
@@ -99,9 +101,15 @@ class Mirror:
             return query.execute(con, f"select {', '.join(columns)} from {view}")
 
     def rows(self, sql_or_name: str, params: Mapping[str, object] | None = None) -> pa.Table:
-        """The rows of one SELECT, or of the named query of that name."""
+        """The rows of one SELECT, or of the named query of that name. Without parameters, and so
+        without the time of day, they are asked for once a version."""
+        if params is None and sql_or_name in self._known:
+            return self._known[sql_or_name]
         sql, values = query.resolve(sql_or_name, params)
-        return query.execute(self.con, sql, values)
+        found = query.execute(self.con, sql, values)
+        if params is None:
+            self._known[sql_or_name] = found
+        return found
 
     def __enter__(self) -> "Mirror":
         return self

@@ -52,8 +52,6 @@ class Watcher:
         self._mirror = Mirror(lake)
         self._read_at = 0.0
         self._lake_error: str | None = None
-        self._forecast: dict[str, Any] = {}
-        self._tables: dict[str, int] | None = None  # versions that _forecast is of
         self._captured: int | None = None  # tokens, at the last look
 
     def look(self, *, strict: bool = True) -> StatusReport:
@@ -94,7 +92,7 @@ class Watcher:
         statuses = of_lake(answers, self._spec.lake_id)
         waiting = self._waiting(statuses) if statuses else None
         coverage = self._coverage(waiting or {})
-        forecast = self._forecasts()
+        (forecast,) = self._mirror.rows("forecast").to_pylist()
         writers = _writers(told)
         captures = self._captures(writers)
         found = work.runs(self._mirror, now)
@@ -171,12 +169,6 @@ class Watcher:
         )
 
     # -- from the lake -----------------------------------------------------------------------
-
-    def _forecasts(self) -> dict[str, Any]:
-        if self._tables != self._mirror.versions:
-            (self._forecast,) = self._mirror.rows("forecast").to_pylist()
-            self._tables = dict(self._mirror.versions)
-        return self._forecast
 
     def _waiting(self, statuses: Sequence[ServerStatus]) -> dict[tuple[str, str], tuple[int, int]]:
         """(source, split) -> samples and tokens that lie captured in staging and are not committed.
