@@ -64,13 +64,13 @@ def status(
         lake = seconds  # `--watch 10 LAKE`
     with hslake.status.Watcher(lake, server or (), staging or ()) as watcher:
         if watch:
-            _watch(watcher, pause, bool(staging), json)
+            _watch(watcher, pause, json)
             return
         report = watcher.look()
     if json:
         print_json(report)
     else:
-        _print(_lines(report, bool(staging)))
+        _print(_lines(report))
 
 
 def _pause(lake: str, seconds: str | None, interval: float | None, watch: bool) -> float:
@@ -92,7 +92,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _watch(watcher: "Watcher", pause: float, staging_given: bool, json: bool) -> None:
+def _watch(watcher: "Watcher", pause: float, json: bool) -> None:
     """Until Ctrl-C. The first look may fail: a lake that is not there will not come."""
     from rich.console import Console
     from rich.live import Live
@@ -108,9 +108,9 @@ def _watch(watcher: "Watcher", pause: float, staging_given: bool, json: bool) ->
             if json:
                 print(jsonlib.dumps(plain(report), ensure_ascii=False), flush=True)
             elif live is not None:
-                live.update(_page(_lines(report, staging_given), console), refresh=True)
+                live.update(_page(_lines(report), console), refresh=True)
             else:
-                _print([*_lines(report, staging_given)])
+                _print(_lines(report))
                 print(flush=True)
             time.sleep(pause)
             report = watcher.look(strict=False)
@@ -145,10 +145,10 @@ def _page(found: "list[Text]", console: "Console") -> "RenderableType":
     return Group(*page)
 
 
-def _lines(report: "StatusReport", staging_given: bool) -> "list[Text]":
+def _lines(report: "StatusReport") -> "list[Text]":
     from hslake.status.screen import lines
 
-    return lines(report, staging_given=staging_given)
+    return lines(report)
 
 
 def _print(found: "list[Text]") -> None:

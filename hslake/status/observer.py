@@ -66,17 +66,17 @@ class _Source:
 
     async def look(self) -> None:
         try:
-            status = await self._ask(self._cursors)
+            status = await self._ask(self._cursors, others=True)
             self._take(status)
             while status.more:
-                status = await self._ask(self._cursors)
+                status = await self._ask(self._cursors, others=True)
                 self._take(status)
         except (HslakeError, OSError) as error:
             self.told = replace(self.told, error=str(error))
             return
         writers = tuple(replace(w, events=self._keep(w)) for w in status.writers)
-        shown = {w.writer for w in writers}
-        for gone in self._held.keys() - shown:
+        others = tuple(replace(w, events=self._keep(w)) for w in status.others)
+        for gone in self._held.keys() - {w.writer for w in (*writers, *others)}:
             del self._held[gone]
         # Of all writers that were ever seen here: a process that was started anew begins at 0.
         self._tokens |= {w.writer: w.tokens_captured for w in writers}
@@ -84,7 +84,7 @@ class _Source:
         self.told = Told(
             self.where,
             self.local,
-            replace(status, writers=writers),
+            replace(status, writers=writers, others=others),
             None,
             time.time(),
             dict(self._probes),
@@ -92,23 +92,17 @@ class _Source:
         )
 
     def _take(self, status: ServerStatus) -> None:
-        for writer in status.writers:
+        for writer in status.everyone:
             captured = [e for e in writer.events if e.state == CAPTURED]
             self._held.setdefault(writer.writer, []).extend(captured)
             self._probes[writer.writer] += sum(map(is_probe, captured))
         self._cursors |= status.cursors
 
     def _keep(self, writer: WriterStatus) -> tuple[Event, ...]:
-        """Events of samples that may still lie in a part, as `worklist.held_attempts` asks."""
-        held = {p.name for p in writer.parts if p.state != "done"}
-        known = {p.name for p in writer.parts}
-        kept = [
-            e
-            for e in self._held.get(writer.writer, [])
-            if e.part in held or (e.seq > writer.last_seq and e.part not in known)
-        ]
-        self._held[writer.writer] = kept
-        return tuple(kept)
+        """Events of samples that lie in staging: those of others are over for good."""
+        kept = tuple(filter(writer.holder(), self._held.get(writer.writer, [])))
+        self._held[writer.writer] = list(kept)
+        return kept
 
 
 class Observer:
@@ -168,7 +162,7 @@ class _Folder:
     def __init__(self, root: Path) -> None:
         self._root, self._reader = root, StatusReader(root)
 
-    async def status(self, since: dict[str, int]) -> ServerStatus:
+    async def status(self, since: dict[str, int], *, others: bool) -> ServerStatus:
         found = await asyncio.to_thread(self._reader.read, since)
         return parse_status(found, str(self._root))
 

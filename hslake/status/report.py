@@ -141,8 +141,9 @@ class Refusals:
 @dataclass(frozen=True)
 class StatusReport:
     """Where a lake stands. `waiting`: captured, seen in staging and not committed; figures are None
-    when neither server nor staging was given. What a server process that has ended left in staging
-    is seen in the staging folder only, and counts as missing without it.
+    when neither server nor staging was given. `whole_staging`: all that lies in the staging folders
+    behind what was named is seen; else what server processes that have ended left there (and
+    others do not tell of) counts as missing.
 
     `lake_age_seconds`: since the lake's tables were read, `lake_error`: why they cannot be now;
     the figures are then those of before. `tokens_left`: planned and not committed.
@@ -162,6 +163,7 @@ class StatusReport:
     planned: int
     committed: int
     waiting: int | None
+    whole_staging: bool
     missing: int
     planned_tokens: int
     committed_tokens: int

@@ -28,7 +28,7 @@ _OLD_S = 15.0  # figures older than that say so
 GOOD, BAD, DIM, HEAD = "green", "bold red", "dim", "bold"
 
 
-def lines(r: StatusReport, *, staging_given: bool = False) -> list[Text]:
+def lines(r: StatusReport) -> list[Text]:
     """The screen, without a width: the caller cuts or wraps."""
     found: list[Text | str] = [_head(r), _bar(r), _done(r), _rate(r), _slow(r), *_needs(r)]
     found += ["", *_run(r), *_storage(r), *map(_compactor, r.compactors)]
@@ -37,7 +37,7 @@ def lines(r: StatusReport, *, staging_given: bool = False) -> list[Text]:
     if r.writers:
         found += ["", *_table(*_writers(r.writers))]
     if r.coverage:  # last: it is long, and may fall off a small screen
-        found += ["", *_coverage(r, staging_given)]
+        found += ["", *_coverage(r)]
     else:
         found += ["", _pair("plan", f"nothing is planned: hslake plan {r.lake} FILE --source NAME")]
     return [line if isinstance(line, Text) else Text(line) for line in found]
@@ -117,7 +117,7 @@ def _pair(key: str, text: str, style: str = "") -> Text:
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def _coverage(r: StatusReport, staging_given: bool) -> list[Text]:
+def _coverage(r: StatusReport) -> list[Text]:
     columns = ["source", "split", "planned", "committed", "waiting", "missing", "percent"]
     waits = r.waiting is not None
     rows: list[list[Any]] = [
@@ -129,7 +129,7 @@ def _coverage(r: StatusReport, staging_given: bool) -> list[Text]:
     if not waits:
         told = "waiting counts as missing here: name --server or --staging to tell it apart"
         found.append(Text(f"({told})", DIM))
-    elif r.missing and not staging_given:
+    elif r.missing and not r.whole_staging:
         told = "what servers that have ended left in staging counts as missing: see --staging"
         found.append(Text(f"({told})", DIM))
     return found

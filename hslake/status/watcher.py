@@ -136,6 +136,7 @@ class Watcher:
             planned=sum(r.planned for r in coverage),
             committed=sum(r.committed for r in coverage),
             waiting=None if waiting is None else sum(r.waiting for r in coverage),
+            whole_staging=_whole(told),
             missing=sum(r.missing for r in coverage),
             planned_tokens=sum(r.planned_tokens for r in coverage),
             committed_tokens=sum(r.committed_tokens for r in coverage),
@@ -294,14 +295,22 @@ def _pace(
     return Pace(now, mean, done.basis, found.seconds, found.soonest, found.latest)
 
 
+def _whole(told: Sequence[Told]) -> bool:
+    """Whether all writers behind what was named are seen, those that have ended too."""
+    servers = [t for t in told if not t.local]
+    seen = all(t.now is not None and t.now.roots for t in servers)
+    return bool(told) and (seen or len(servers) < len(told))
+
+
 def _writers(told: Sequence[Told]) -> list[WriterState]:
-    """Every writer once: a server and its staging folder tell of the same ones."""
+    """Every writer once: a server and its staging folder tell of the same ones, and a server of
+    others in its folder."""
     found: dict[str, WriterState] = {}
-    for t in told:
+    for t, key in [*((t, "writers") for t in told), *((t, "others") for t in told)]:
         if t.status is None:
             continue
-        by = {w["writer"]: w.get("dropped_by", {}) for w in t.status.raw["writers"]}
-        for w in t.status.writers:
+        by = {w["writer"]: w.get("dropped_by", {}) for w in t.status.raw.get(key, ())}
+        for w in t.status.writers if key == "writers" else t.status.others:
             if w.writer in found and found[w.writer].alive:
                 continue
             found[w.writer] = WriterState(

@@ -238,7 +238,8 @@ class _Tuner:
                 f"nothing is planned in {self.lake.url}: register samples with `hslake plan`"
             )
         held = captured_attempts(of_lake(told, self.lake.spec.lake_id))
-        missing = listing.missing.without(waiting_samples(self.lake, held))[:_ITEMS]
+        known = {*waiting_samples(self.lake, held), *listing.refused}
+        missing = listing.missing.without(known)[:_ITEMS]
         if len(missing) >= _FEW and not self.options.probes:
             tokens = TokenFile(self.lake, missing)
             return missing, tokens.read, lambda: tokens.__exit__(None, None, None)

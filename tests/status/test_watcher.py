@@ -147,8 +147,8 @@ def test_a_look_costs_what_is_new(
     asked: list[int] = []
     real = Server.status
 
-    async def watched(self: Server, since: Any = None) -> Any:
-        found = await real(self, since)
+    async def watched(self: Server, since: Any = None, **more: Any) -> Any:
+        found = await real(self, since, **more)
         asked.append(sum(len(w.events) for w in found.writers))
         return found
 
@@ -192,8 +192,11 @@ def test_a_server_that_dies_is_told_and_its_figures_stay(
         assert "old)" in shown and "STOPPED" in shown
         server.start()
         back = watcher.look()
-        assert back.servers[0].state == "up" and back.missing == 40  # its staging is not shown now
-        assert back.servers[0].samples_captured == 0
+        # It shows what the one before it left, and counts it as nobody's now.
+        assert back.servers[0].state == "up" and back.waiting == 20
+        assert back.servers[0].samples_captured == 0 and len(back.writers) == 2
+        server.tells_others = False  # as those of before do not
+        assert watcher.look().missing == 40
 
 
 def test_a_lake_that_cannot_be_read_is_told_and_its_figures_stay(lake: str, tmp_path: Path) -> None:
