@@ -28,6 +28,7 @@ from hslake.units import format_bytes, format_span
 
 FULL = 0.15  # of staging's rows free: with less, requests wait for room
 _WAITS = 0.5  # of the rows in use: with more of them waiting, the compactor is behind
+_BEGINS_S = 60.0  # a run that is younger has its first requests still to send
 _BEHIND_S = 300.0  # without a commit although samples wait
 
 
@@ -35,7 +36,8 @@ _BEHIND_S = 300.0  # without a commit although samples wait
 class Scene:
     """What the rules look at. `told`: a server or staging folder was named; `captures`: tokens were
     seen to be captured since the last look; `waiting_tokens`: captured and not committed;
-    `silent`: staging folders that cannot be read now, and why."""
+    `silent`: staging folders that cannot be read now, and why; `run_age`: seconds since the oldest
+    live run began."""
 
     tokens_left: int
     runs: Sequence[RunState]
@@ -48,6 +50,7 @@ class Scene:
     commit_age: float | None
     waiting_tokens: int = 0
     silent: Sequence[str] = ()
+    run_age: float | None = None
 
     @property
     def live(self) -> list[WriterState]:
@@ -119,7 +122,8 @@ def bottleneck(s: Scene) -> Bottleneck:
         if s.waits >= _WAITS * used:
             return Bottleneck(COMPACTOR, f"{filled}, {waits}")
         return Bottleneck(STAGING, f"{filled}, and only {waits}: the rest is still arriving")
-    if s.run_live and not s.captures and s.arriving == 0:
+    begins = s.run_age is not None and s.run_age < _BEGINS_S
+    if s.run_live and not begins and not s.captures and s.arriving == 0:
         return Bottleneck(DRIVER, f"{filled}, and nothing is arriving there")
     if not s.run_live and not s.captures:
         return Bottleneck(UNKNOWN, f"{filled}; whether anything is on its way is not known")
@@ -141,13 +145,14 @@ def needs(
     told += [f"staging {text}" for text in s.silent]
     told += [f"writer {w.writer[:8]}: {w.error}" for w in s.writers if w.alive and w.error]
     told += [f"compactor {c.url}: {t}" for c in s.compactors for t in c.troubles]
+    young = s.commit_age is None and s.run_age is not None and s.run_age < _BEHIND_S
     behind = s.commit_age is None or s.commit_age > _BEHIND_S
     if found.name == COMPACTOR:
         todo = "is `hslake compact LAKE --staging DIR --watch` running?"
         if not behind:
             todo = "give the compactor more cores, or a nearer store"
         told.append(f"staging is full and waits for the compactor: {todo}")
-    elif s.waits and behind and not s.compactors and s.told:
+    elif s.waits and behind and not young and not s.compactors and s.told:
         when = "nothing was committed yet"
         if s.commit_age is not None:
             when = f"nothing was committed for {format_span(s.commit_age)}"

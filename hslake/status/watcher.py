@@ -115,6 +115,10 @@ class Watcher:
             commit_age=self._commit_age(now),
             waiting_tokens=sum(r.waiting_tokens for r in coverage),
             silent=[f"{t.where}: {t.error}" for t in told if t.local and t.error],
+            run_age=max(
+                ((now - r.started_at).total_seconds() for r in found if r.live and r.started_at),
+                default=None,
+            ),
         )
         held_back = bottleneck(scene)
         estimate_bytes, expected = self._spec.estimate.bytes, None

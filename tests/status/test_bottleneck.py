@@ -47,6 +47,7 @@ BUSY = Scene(1000, [RUN], [UP], [writer(600, 100)], [], True, True, True, 5.0)
         (replace(BUSY, writers=[writer(900, 0), writer(0, 900)]), COMPACTOR, "waits"),
         (replace(BUSY, writers=[writer(900, 100)], captures=False), DRIVER, "nothing is arriving"),
         (replace(BUSY, writers=[writer(900, 100)]), SERVER, "room"),
+        (replace(BUSY, writers=[writer(999, 1)], captures=False, run_age=5.0), SERVER, "room"),
         (replace(BUSY, writers=[writer(800, 100)], captures=False), SERVER, "room"),
         (
             replace(BUSY, writers=[writer(0, 0, alive=False)], servers=[replace(UP, state="dead")]),
@@ -102,6 +103,9 @@ def test_what_to_do() -> None:
     waits = replace(BUSY, commit_age=900.0)
     assert "nothing was committed for 15 min" in todo(waits)
     assert todo(replace(waits, writers=[writer(600, 0)])) == ""
+    never = replace(BUSY, commit_age=None)
+    assert "nothing was committed yet" in todo(never)
+    assert todo(replace(never, run_age=20.0)) == ""  # there was no time for it
     trouble = CompactorState("http://b", 1, 1.0, 0, 0, None, ["the store is full"])
     assert "compactor http://b: the store is full" in todo(replace(BUSY, compactors=[trouble]))
     ended = replace(BUSY, runs=[ENDED], captures=False, going_on=False)
