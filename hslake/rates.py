@@ -17,6 +17,7 @@ LONGEST_S = 300.0  # of a window: with 12 of them, the rate is that of the last 
 HISTORY = 6 * WINDOWS  # windows that the spread is taken over: six hours show slow changes too
 ENOUGH = 3  # windows, for a range
 _STEADIEST = 0.95  # how alike neighbouring windows may be taken to be
+_NOTHING = 1e-12  # tokens a second: a rate that is none, but for rounding
 # Student's t, 90 % two-sided, by degrees of freedom.
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
 
@@ -157,7 +158,7 @@ def estimate(done: Sequence[Stretch], left: float) -> Estimate | None:
     every, width = windows(done)
     newest = every[-WINDOWS:]
     rate = statistics.fmean(newest) if newest else 0.0
-    if rate <= 0:
+    if rate <= _NOTHING:
         return None
     seconds = max(left, 0.0) / rate
     if len(every) < ENOUGH:
