@@ -26,6 +26,7 @@ from hslake import schemas
 from hslake.errors import Corrupt, HslakeError, InvalidInput, Missing, NoSpace, Unavailable
 from hslake.spec import LakeSpec
 from hslake.store import Store, open_store, remote_failure
+from hslake.store.duckfs import ForThreads
 from hslake.views import LOGS, TAKEN_AWAY, VIEWS
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _spec_view(con: duckdb.DuckDBPyConnection, spec: LakeSpec | None) -> None:
 
 def filesystem(store: Store) -> Any:
     """What `connect_files` needs to read the files of `store`: None when they are local."""
-    return None if store.is_local else store.fs
+    return None if store.is_local else ForThreads(store.fs)
 
 
 def _canonical(filesystem: Any, url: str) -> str:

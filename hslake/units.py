@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them: 3.5TB, 512GiB, 87.8M."""
+"""Sizes, counts and times as people write them: 3.5TB, 512GiB, 87.8M, 3 h 05 min."""
 
 import re
 
@@ -46,3 +46,14 @@ def format_bytes(count: int | float) -> str:
 def format_count(count: int) -> str:
     """ "87,800,000"."""
     return f"{count:,}"
+
+
+def format_span(seconds: float) -> str:
+    """ "2 d 3 h", "3 h 05 min", "12 min", "40 s"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"

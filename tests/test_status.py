@@ -120,11 +120,11 @@ def test_no_time_left_is_told_when_nothing_goes_on(
         assert status(lake).eta_seconds and status(lake, servers=[server.url]).eta_seconds
     ended = status(lake, staging=[staging])  # the server has: what comes is asked of nobody
     assert ended.writers and ended.tokens_per_second and ended.eta_seconds is None
-    monkeypatch.setattr("hslake.status._IDLE_S", 0.0)
+    monkeypatch.setattr("hslake.status.work.IDLE_S", 0.0)
     silent = status(lake)
     assert silent.tokens_per_second and silent.eta_seconds is None
     shown = CliRunner().invoke(app, ["status", lake]).output
-    assert "tokens/s committed, nothing is going on now" in shown and "minute" not in shown
+    assert "not known: nothing is going on now" in shown and "STOPPED" in shown
 
 
 def test_idle_time_is_not_averaged_in(
@@ -132,8 +132,8 @@ def test_idle_time_is_not_averaged_in(
 ) -> None:
     staging, pause = tmp_path / "staging", 2.5
     staging.mkdir()
-    monkeypatch.setattr("hslake.status._GAP_S", 1.0)
-    monkeypatch.setattr("hslake.status._IDLE_S", 1.0)
+    monkeypatch.setattr("hslake.status.work.GAP_S", 1.0)
+    monkeypatch.setattr("hslake.status.work.IDLE_S", 1.0)
     begun = time.monotonic()
     with FakeServer(lake, staging) as server:
         for source in ("A1", "B3"):

@@ -26,9 +26,9 @@ BUG, INTERRUPTED = 3, 130
 
 # The order of a run, which is the order of the help.
 ORDER = (
-    "create", "plan", "serve", "capture-hf", "preflight", "extract", "compact", "status", "query",
-    "verify", "audit", "log", "pin", "vacuum", "repair", "delete", "gc-staging", "draft-config",
-    "demo",
+    "create", "plan", "serve", "capture-hf", "preflight", "tune", "extract", "compact", "status",
+    "query", "verify", "audit", "log", "pin", "vacuum", "repair", "delete", "gc-staging",
+    "draft-config", "demo",
 )  # fmt: skip
 
 Lake = Annotated[

@@ -1,5 +1,6 @@
 """`hslake status`."""
 
+import json as jsonlib
 import sys
 import time
 from pathlib import Path
@@ -7,124 +8,159 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hslake.cli.common import Json, Lake, examples, print_json, print_pairs, print_table
-from hslake.units import format_bytes, format_count
+from hslake.cli.common import Json, Lake, examples, plain, print_json
+from hslake.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from hslake.status import Coverage, StatusReport
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+    from hslake.status import StatusReport, Watcher
+
+INTERVAL_S = 5.0
 
 
 @examples(
     "hslake status LAKE",
     "hslake status LAKE --server http://localhost:30000 --staging /dev/shm/hslake",
     "hslake status LAKE --server http://localhost:30000 --watch",
-    "hslake status LAKE --json",
+    "hslake status LAKE --server http://localhost:30000 --watch 30 --json >> status.jsonl",
 )
 def status(
     lake: Lake,
+    seconds: Annotated[str | None, typer.Argument(hidden=True)] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", metavar="URL", help="Ask this server too; repeatable."),
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="Ask this server too, or the `compact --listen` at this address; repeatable.",
+        ),
     ] = None,
     staging: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Look into this staging folder too; repeatable."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between looks.")] = 5.0,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Again and again, until Ctrl-C; seconds between looks may follow [default: 5].",
+        ),
+    ] = False,
+    interval: Annotated[float | None, typer.Option(hidden=True)] = None,
     json: Json = False,
 ) -> None:
-    """Coverage, tokens left, rate and ETA, staging fill, servers, storage against the estimate."""
+    """How far a lake is, when it is done, what is slow, and what somebody should do.
+
+    With --watch a screen that is refreshed in place; where there is no terminal, a block of lines
+    each time; with --json one JSON object a line. It outlives servers and stores that do not
+    answer: what they told last stays, with its age.
+    """
     import hslake.status
 
-    while True:
-        report = hslake.status.status(lake, servers=server or (), staging=staging or ())
-        if watch and not json and sys.stdout.isatty():
-            print("\033[H\033[2J", end="")
-        if json:
-            print_json(report)
-        else:
-            _print(report, staging)
-        if not watch:
+    pause = _pause(lake, seconds, interval, watch)
+    if watch and seconds is not None and _number(seconds) is None:
+        lake = seconds  # `--watch 10 LAKE`
+    with hslake.status.Watcher(lake, server or (), staging or ()) as watcher:
+        if watch:
+            _watch(watcher, pause, json)
             return
-        sys.stdout.flush()
-        try:
-            time.sleep(interval)
-        except KeyboardInterrupt:  # the way to end it
-            return
-
-
-def _print(report: "StatusReport", staging: list[Path] | None) -> None:
-    print(f"{report.lake} at version {report.version}, {report.at:%Y-%m-%d %H:%M:%S} UTC")
-    if report.coverage:
-        columns = ["source", "split", "planned", "committed", "waiting", "missing", "percent"]
-        rows = [
-            [c.source, c.split, c.planned, c.committed, c.waiting, c.missing, _percent(c)]
-            for c in report.coverage
-        ]
-        sums = [report.planned, report.committed, report.waiting or 0, report.missing]
-        share = 100 * report.committed_tokens / max(1, report.planned_tokens)
-        print_table(columns, [*rows, ["(total)", "", *sums, round(share, 2)]])
-        if report.waiting is None:
-            print("(waiting counts as missing here: name --server or --staging to tell it apart)")
-        elif report.missing and not staging:
-            print("(what servers that have ended left in staging counts as missing: see --staging)")
+        report = watcher.look()
+    if json:
+        print_json(report)
     else:
-        print(f"nothing is planned: hslake plan {report.lake} FILE --source NAME")
-    print_pairs(_pairs(report))
-    if report.writers:
-        columns = ["writer", "seen at", "state", "filled", "captured", "dropped"]
-        print_table(
-            columns,
-            [
-                [
-                    w.writer[:8],
-                    w.seen_at,
-                    w.error or ("armed" if w.alive and w.armed else "ended"),
-                    f"{100 * (1 - w.free_rows / max(1, w.capacity_rows)):.0f} %" if w.alive else "",
-                    w.samples_captured,
-                    w.dropped,
-                ]
-                for w in report.writers
-            ],
-        )
+        _print(_lines(report))
 
 
-def _percent(c: "Coverage") -> float:
-    return round(100 * c.committed_tokens / max(1, c.planned_tokens), 2)
+def _pause(lake: str, seconds: str | None, interval: float | None, watch: bool) -> float:
+    """Seconds between looks. Raises InvalidInput."""
+    given = [x for x in (seconds, lake if seconds else None) if x is not None]
+    number = next((n for x in given if (n := _number(x)) is not None), None)
+    if seconds is not None and (number is None or not watch):
+        raise InvalidInput(f"found {seconds!r} behind LAKE, expected nothing, or --watch SECONDS")
+    pause = number if number is not None else INTERVAL_S if interval is None else interval
+    if not 0.1 <= pause <= 86_400:
+        raise InvalidInput(f"--watch: found {pause:g} seconds, expected 0.1 to 86400")
+    return pause
 
 
-def _pairs(r: "StatusReport") -> list[tuple[str, str]]:
-    rows = [
-        (
-            "tokens",
-            f"{format_count(r.committed_tokens)} of {format_count(r.planned_tokens)} committed, "
-            f"{format_count(r.tokens_left)} left",
-        )
-    ]
-    if r.tokens_per_second and r.tokens_left:
-        about = "nothing is going on now"
-        if r.eta_seconds is not None:
-            about = f"about {_span(r.eta_seconds)} left"
-        rows.append(("rate", f"{r.tokens_per_second:,.0f} tokens/s committed, {about}"))
-    stored = f"{format_bytes(r.stored_bytes)} stored of {format_bytes(r.raw_bytes)} raw"
-    if r.expected_bytes:
-        stored += f"; {r.stored_bytes / r.expected_bytes:.1%} of what the estimate foresees so far"
-    rows.append(("storage", stored))
-    whole = f"{format_bytes(r.forecast_bytes)} for the whole plan"
-    if r.estimate_bytes:
-        whole += f", the estimate is {format_bytes(r.estimate_bytes)}"
-    rows.append(("forecast", whole))
-    rows += [("server", f"{s.url}: {s.state}") for s in r.servers]
-    return rows
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
-def _span(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return "a minute"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+def _watch(watcher: "Watcher", pause: float, json: bool) -> None:
+    """Until Ctrl-C. The first look may fail: a lake that is not there will not come."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    live = None
+    try:
+        report = watcher.look()
+        if sys.stdout.isatty() and not json:
+            live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+            live.start()
+        while True:
+            if json:
+                print(jsonlib.dumps(plain(report), ensure_ascii=False), flush=True)
+            elif live is not None:
+                live.update(_page(_lines(report), console), refresh=True)
+            else:
+                _print(_lines(report))
+                print(flush=True)
+            time.sleep(pause)
+            report = watcher.look(strict=False)
+    except KeyboardInterrupt:  # the way to end it
+        return
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def _page(found: "list[Text]", console: "Console") -> "RenderableType":
+    """Tables cut to the terminal's width, other lines wrapped under their names; what does not fit
+    below is left out, and said so."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from hslake.status.screen import INDENT
+
+    page: list[Text] = []
+    for text in found:
+        if text.no_wrap or len(text) <= console.width:
+            text.no_wrap, text.overflow = True, "ellipsis"
+            page.append(text)
+            continue
+        name, rest = text[:INDENT], text[INDENT:]
+        for part in rest.wrap(console, max(20, console.width - INDENT)):
+            page.append(Text.assemble(name, part))
+            name = Text(" " * INDENT)
+    room = max(1, console.height - 1)
+    if len(page) > room:
+        page = [*page[: room - 1], Text(f"… {len(page) - room + 1} lines more", "dim")]
+    return Group(*page)
+
+
+def _lines(report: "StatusReport") -> "list[Text]":
+    from hslake.status.screen import lines
+
+    return lines(report)
+
+
+def _print(found: "list[Text]") -> None:
+    """In colour on a terminal; plain and never cut elsewhere."""
+    if not sys.stdout.isatty():
+        print("\n".join(text.plain for text in found))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for text in found:
+        console.print(text, soft_wrap=True, highlight=False)
 
 
 def register(app: typer.Typer) -> None:

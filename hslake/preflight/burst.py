@@ -100,7 +100,7 @@ async def run_burst(
     fitting = [ids for ids in prompts if len(ids) <= SHARE * smallest]
     if not fitting:
         return None
-    tokens_of = _probes(fitting, None if compactor else int(SHARE * free))
+    tokens_of = probes(fitting, None if compactor else int(SHARE * free))
     items = [Item(name, SOURCE, len(ids)) for name, ids in tokens_of.items()]
     captured: dict[str, int] = {}
     driver = Driver(
@@ -174,7 +174,7 @@ async def run_burst(
     )
 
 
-def _probes(prompts: Sequence[list[int]], budget: int | None) -> dict[str, list[int]]:
+def probes(prompts: Sequence[list[int]], budget: int | None) -> dict[str, list[int]]:
     """Token ids by fresh probe id: the first prompt once (it is the longest), the others again and
     again, up to `budget` tokens. All ids are small ints of few lists: nothing is copied."""
     run = probe_id().removeprefix(PROBE_PREFIX)

@@ -15,7 +15,7 @@ from hslake.preflight.report import Pace
 from hslake.preflight.server import parts_of, tokens_in_flight
 from hslake.preflight.target import bytes_left
 from hslake.server import ServerStatus
-from hslake.units import format_bytes
+from hslake.units import format_bytes, format_span
 from hslake.worklist import Worklist
 
 
@@ -158,7 +158,7 @@ def _verdict(pace: Pace, basis: str, burst: Burst) -> Check:
     }
     told = ", ".join(f"{k} {v:,.0f}" for k, v in rates.items() if v is not None)
     size = f"{format_bytes(pace.stored_bytes)} to store ({basis})"
-    time = f"{paces.span(pace.eta_seconds)} for {pace.tokens_left:,} tokens"
+    time = f"{format_span(pace.eta_seconds)} for {pace.tokens_left:,} tokens"
     how = "; both as computed from its parts, which the burst was too short to turn over"
     if pace.staging_from == paces.BURST:
         how = f"; both as the burst ran, in which {burst.turned:,} rows came free again"

@@ -77,14 +77,3 @@ def slowest(server: float, compactor: float | None, passed_on: float | None) -> 
     if passed_on < _LOSS * min(server, compactor):
         return STAGING, passed_on
     return (COMPACTOR if compactor < server else SERVER), min(server, compactor)
-
-
-def span(seconds: float) -> str:
-    """ "2 d 3 h", "3 h 05 min", "12 min", "40 s"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"

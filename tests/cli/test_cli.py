@@ -23,6 +23,7 @@ COMMANDS = [
     "serve",
     "capture-hf",
     "preflight",
+    "tune",
     "extract",
     "compact",
     "status",

@@ -32,7 +32,7 @@ from hslake.server import Server, new_session
 from hslake.spec import LakeSpec
 from hslake.staging import StagingWriter
 from tests.e2e import client
-from tests.e2e.conftest import Stage, set_stage
+from tests.e2e.conftest import CHUNK, Stage, set_stage
 
 HSLAKE = [sys.executable, "-c", "from hslake.cli import main; main()"]
 PART = 1024  # as set_stage makes them
@@ -68,6 +68,11 @@ def stage(
             facts["foreign"] = _with_a_foreign_part(made, folder)
             limits = Limits(patience=60.0)
             facts["extract"] = extract(made.lake, [made.url], ExtractOptions(limits=limits))
+            call = [*HSLAKE, "tune", made.lake, "--server", made.url, "--json", "--seconds", "1"]
+            call += ["--staging", str(made.staging), "--repeats", "2", "--first", "2"]
+            facts["tune"] = subprocess.run(
+                [*call, "--most", "4"], capture_output=True, text=True, timeout=300
+            )
         finally:
             compactor.terminate()
             compactor.wait(60)
@@ -182,6 +187,18 @@ def test_probes_leave_nothing_behind(stage: Stage, prompts: dict[str, list[int]]
     assert stage.facts["rows came back"] and stage.facts["after preflight"] == set()
     assert _samples(stage) == set(prompts)
     assert stage.facts["compact"].abandoned == {} and stage.facts["alive"]
+
+
+def test_tune_of_a_covered_plan_measures_with_probes(stage: Stage) -> None:
+    run = stage.facts["tune"]
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(run.stdout)
+    (group,) = told["groups"]
+    assert told["probes"] and told["samples"] == 0 and group["chunk"] == CHUNK
+    assert {level["requests"] for level in group["levels"]} == {2, 4}
+    assert all(level["rate"] > 0 for level in group["levels"]) and group["best"]
+    assert f"--chunked-prefill-size {CHUNK}" in told["commands"][0]
+    assert f"--concurrency {group['best']['requests']} " in told["commands"][1]
 
 
 # -- negative controls --------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hslake.preflight.pace import TURNAROUND_S, Quota, as_seen, slowest, span, through
+from hslake.preflight.pace import TURNAROUND_S, Quota, as_seen, slowest, through
+from hslake.units import format_span
 
 SIZE = 8192
 RATES = [(500.0, 8000.0), (4000.0, 8000.0), (4000.0, 200_000.0), (40_000.0, 8000.0), (9e4, 9e4)]
@@ -58,5 +59,5 @@ def test_who_is_to_blame() -> None:
 
 
 def test_spans() -> None:
-    assert [span(s) for s in (40, 720, 11_100)] == ["40 s", "12 min", "3 h 05 min"]
-    assert span(260_000) == "3 d 0 h"
+    assert [format_span(s) for s in (40, 720, 11_100)] == ["40 s", "12 min", "3 h 05 min"]
+    assert format_span(260_000) == "3 d 0 h"
