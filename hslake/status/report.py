@@ -52,8 +52,7 @@ class WriterState:
 @dataclass(frozen=True)
 class ServerState:
     """`state`: "up", or what is wrong. `age_seconds`: of what it told last, None when it never did.
-    `tokens_per_second`: captured over the last minute, as --watch saw it; `in_flight`: requests of
-    the driver, as the run log has them. None where it is not known.
+    `tokens_per_second`: captured over the last minute, as --watch saw it; None at the first look.
     """
 
     url: str
@@ -65,7 +64,6 @@ class ServerState:
     samples_captured: int
     dropped: int
     tokens_per_second: float | None
-    in_flight: int | None
 
 
 @dataclass(frozen=True)

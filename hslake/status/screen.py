@@ -174,7 +174,7 @@ def _storage(r: StatusReport) -> list[Text]:
 
 
 def _servers(servers: Sequence[ServerState]) -> tuple[list[str], list[list[Any]], list[str]]:
-    columns = ["server", "tokens/s", "filled", "captured", "dropped", "on the way", "state"]
+    columns = ["server", "tokens/s", "filled", "captured", "dropped", "state"]
     rows: list[list[Any]] = []
     for s in servers:
         state = s.state
@@ -182,7 +182,7 @@ def _servers(servers: Sequence[ServerState]) -> tuple[list[str], list[list[Any]]
             state += f" (figures {format_span(s.age_seconds)} old)"
         filled = f"{1 - s.free_rows / s.capacity_rows:.0%}" if s.capacity_rows else None
         rate = None if s.tokens_per_second is None else round(s.tokens_per_second)
-        rows.append([s.url, rate, filled, s.samples_captured, s.dropped, s.in_flight, state])
+        rows.append([s.url, rate, filled, s.samples_captured, s.dropped, state])
     return columns, rows, ["" if s.state == UP else BAD for s in servers]
 
 

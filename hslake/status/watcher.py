@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import hslake
 from hslake.errors import HslakeError, without_secrets
@@ -29,7 +29,7 @@ from hslake.status.report import (
     StatusReport,
     WriterState,
 )
-from hslake.views import VIEWS
+from hslake.views import SAME, VIEWS
 from hslake.worklist import held_attempts, of_lake
 
 
@@ -102,11 +102,10 @@ class Watcher:
         going_on = live or captures or (done is not None and done.going_on)
         going_on = going_on and (not told or any(w.alive for w in writers))
         pace = _pace(done, going_on, left, found, told)
-        details = self._details() if live else {}
         scene = Scene(
             tokens_left=left,
             runs=found,
-            servers=[self._server(t, details) for t in told if not t.local],
+            servers=[self._server(t) for t in told if not t.local],
             writers=writers,
             compactors=_compactors(told),
             going_on=done is not None and done.going_on,
@@ -184,12 +183,12 @@ class Watcher:
         if not held:
             return {}
         rows = self._mirror.rows(
-            """
+            f"""
             with held as (select unnest($attempts) as attempt, unnest($samples) as sample_id
             ), waiting as (select distinct sample_id from held anti join manifest using (attempt))
             select p.source, p.split, count(*) as samples, sum(p.length)::bigint as tokens
             from plan p semi join waiting w on w.sample_id = p.sample_id
-            anti join samples s on s.sample_id = p.sample_id and s.token_hash = p.token_hash
+            anti join samples s on {SAME}
             group by all
             """,
             {"attempts": list(held), "samples": [sample for sample, _ in held.values()]},
@@ -242,19 +241,15 @@ class Watcher:
             return None
         return int(self._mirror.rows("select count(*) as n from invalidated").to_pylist()[0]["n"])
 
-    def _details(self) -> dict[str, dict[str, Any]]:
-        return work.servers(self._mirror)
-
     # -- from servers and staging ------------------------------------------------------------
 
-    def _server(self, told: Told, details: dict[str, dict[str, Any]]) -> ServerState:
+    def _server(self, told: Told) -> ServerState:
         status, state = told.status, UP
         if told.error is not None or status is None:
             state = (told.error or "not asked yet").removeprefix(f"{told.where}: ")
         else:
             state = unfit(status, self._spec.lake_id) or UP
         writers = [w for w in status.writers if w.alive] if status is not None else []
-        known = details.get(told.where, {}).get("in_flight")
         return ServerState(
             told.where,
             state,
@@ -265,7 +260,6 @@ class Watcher:
             sum(w.samples_captured - told.probes.get(w.writer, 0) for w in writers),
             sum(w.dropped for w in writers),
             told.rate,
-            known if isinstance(known, int) else None,
         )
 
     def _captures(self, writers: Sequence[WriterState]) -> bool:

@@ -1,7 +1,6 @@
 """Work that was done, from the lake alone: the runs, and the stretches that rates come from."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -143,23 +142,3 @@ def from_commits(mirror: Mirror, now: datetime) -> Work | None:
     since = (now - rows[-1]["made"]).total_seconds()
     rhythm = max((row["seconds"] for row in rows[1:]), default=0.0)
     return Work(done, "commits", since < max(IDLE_S, 2 * rhythm), max(0.0, since))
-
-
-def servers(mirror: Mirror) -> dict[str, dict[str, Any]]:
-    """Address -> what the newest figures of runs say of each server."""
-    rows = mirror.rows(
-        """
-        select details from run_log where op = 'progress' and details is not null
-        qualify row_number() over (partition by run_id order by seq desc) = 1
-        order by told_at
-        """
-    ).to_pylist()
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        try:
-            told = json.loads(row["details"])
-        except ValueError:
-            continue  # a figure less
-        if isinstance(told, list):
-            found |= {s["url"]: s for s in told if isinstance(s, dict) and "url" in s}
-    return found

@@ -24,7 +24,7 @@ from hslake.status.report import (
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 RUN = RunState("r", "extract", "h", NOW, NOW, True, None, None, 9, 900, 1, 0, 0, 10.0, 90.0)
 ENDED = replace(RUN, live=False, outcome="incomplete", reason="3 refused")
-UP = ServerState("http://a", "up", 0.0, 1, 1000, 600, 9, 0, 90.0, None)
+UP = ServerState("http://a", "up", 0.0, 1, 1000, 600, 9, 0, 90.0)
 
 
 def writer(free: int, sealed: int, *, alive: bool = True, error: str | None = None) -> WriterState:

@@ -75,7 +75,6 @@ def told_by_a_run(lake: str, minutes: list[float], ago_s: float, **end: Any) -> 
                 "retried": 3,
                 "dropped": 1,
                 "refused": 0,
-                "details": '[{"url": "http://a", "in_flight": 7}]',
             }
         )
     if end:
