@@ -21,7 +21,6 @@ import hslake
 from hslake import checksum
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId, parse_request_id
-from hslake.spec import LakeSpec
 from hslake.staging import Reservation, StagingWriter, StatusReader
 from tests.models import log_probs
 from tests.sim.states import states_of

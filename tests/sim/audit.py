@@ -10,6 +10,7 @@ zarr-python.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -54,6 +55,11 @@ class Audit:
     def ok(self) -> bool:
         return not (self.lost or self.duplicated or self.torn or self.strangers)
 
+    def examples(self) -> dict[str, list[str]]:
+        """Some of each kind."""
+        kinds = ("lost", "duplicated", "torn", "strangers")
+        return {kind: getattr(self, kind)[:_NAMED] for kind in kinds}
+
     def counts(self) -> dict[str, int]:
         """Every figure, and how many of each kind."""
         found = dataclasses.asdict(self)
@@ -61,7 +67,11 @@ class Audit:
 
 
 def audit(
-    lake: str | Path, *, sample: int | None = None, absent: frozenset[str] = frozenset(), seed: int = 0
+    lake: str | Path,
+    *,
+    sample: int | None = None,
+    absent: frozenset[str] = frozenset(),
+    seed: int = 0,
 ) -> Audit:
     """Look at every planned sample of a local lake; compare every bit of `sample` random ones (all
     by default). `absent`: planned ones that are not to be there, as the servers refuse them."""
@@ -139,7 +149,7 @@ def _overlaps(live: list[dict[str, Any]]) -> list[str]:
     wrong = []
     for places in by_segment.values():
         places.sort()
-        for (_, end, name), (start, _, other) in zip(places, places[1:], strict=False):
+        for (_, end, name), (start, _, other) in itertools.pairwise(places):
             if start < end:
                 wrong.append(f"{other}: rows of {name}")
     return wrong
@@ -217,8 +227,8 @@ def main() -> int:
     options = parser.parse_args()
     found = audit(options.lake, sample=options.sample)
     print(json.dumps(found.counts()))
-    for kind in ("lost", "duplicated", "torn", "strangers"):
-        for what in getattr(found, kind)[:_NAMED]:
+    for kind, some in found.examples().items():
+        for what in some:
             print(f"{kind}: {what}")
     return int(not found.ok)
 

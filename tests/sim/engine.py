@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -220,5 +220,3 @@ def _offsets(entries: Sequence[Entry]) -> list[tuple[int, int]]:
         found.append((at, row))
         row += n
     return found
-
-

@@ -1,4 +1,4 @@
-"""Samples for simulated runs: lengths as in a real corpus, random tokens, files to plan them from."""
+"""Samples for simulated runs: lengths as in a real corpus, random tokens, files to plan."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ _BATCH = 2000
 
 
 def lengths_of(count: int, *, mean: float, longest: int, seed: int) -> np.ndarray:
-    """`count` log-normal lengths, 1 to `longest`, whose mean is `mean` (within a token a sample)."""
+    """`count` log-normal lengths, 1 to `longest`, of mean `mean` (within a token a sample)."""
     spread = np.exp(np.random.default_rng(seed).normal(0.0, _SIGMA, count))
 
     def at(scale: float) -> np.ndarray:

@@ -38,9 +38,7 @@ class Scheduler:
     """Calls `forward(entries, mode)` for every batch; `chunk` bounds the prefill rows of one, `kv`
     the tokens of all requests that were begun, but for a first one."""
 
-    def __init__(
-        self, forward: Forward, *, chunk: int, mixed: bool, kv: int | None = None
-    ) -> None:
+    def __init__(self, forward: Forward, *, chunk: int, mixed: bool, kv: int | None = None) -> None:
         self.forward, self.chunk, self.mixed, self.kv = forward, chunk, mixed, kv
         self.waiting: list[Request] = []
         self.chunked: Request | None = None

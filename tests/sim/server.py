@@ -241,7 +241,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mixed", action="store_true", help="decode rows in prefill batches")
     parser.add_argument("--rate", type=float, default=0.0, help="tokens/s; 0: as fast as possible")
     parser.add_argument("--overhead", type=float, default=0.0, help="seconds a forward, besides")
-    parser.add_argument("--jitter", type=float, default=0.0, help="of both: 0.5 for up to half more")
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="of both: 0.5 for up to half more"
+    )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds before it serves")
     parser.add_argument("--traffic", type=float, default=0.0, help="other people's requests/s")
     parser.add_argument("--trouble", type=parse_trouble, default=parse_trouble(""))
