@@ -156,7 +156,7 @@ def _processes(
             sim_server(
                 lake, "--staging", staging, "--port", port, "--part-tokens", 65_536,
                 "--max-parts", 16, "--rate", options.rate, "--jitter", 0.3,
-                "--traffic", 0.5, "--mixed", "--trouble", options.trouble, "--seed", i,
+                "--traffic", 0.5, "--mixed", "--trouble", options.trouble,
             ),
             folder / f"server-{i}.log",
         )

@@ -71,8 +71,8 @@ class Episode:
 class World:
     """A lake, its staging, and the processes around it."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.folder, self.rng, self.names = folder, rng, 0
+    def __init__(self, folder: Path, rng: random.Random, each: int) -> None:
+        self.folder, self.rng, self.each, self.names = folder, rng, each, 0
         self.url = str(folder / "lake")
         hslake.create(self.url, streams=_STREAMS, hidden_size=8, num_layers=61, name="faults")
         self.plan()
@@ -89,7 +89,7 @@ class World:
                     self.url, "--staging", self.roots[i % len(self.roots)], "--port", port,
                     "--part-tokens", 4096, "--max-parts", 3, "--chunk", 1024, "--kv", 16_384,
                     "--rate", 6000, "--overhead", 0.01, "--jitter", 0.5, "--traffic", 2,
-                    "--mixed", "--trouble", _TROUBLE, "--seed", rng.randrange(1 << 30),
+                    "--mixed", "--trouble", _TROUBLE,
                 ),
             )
             for i, port in enumerate(ports)
@@ -115,10 +115,10 @@ class World:
 
     def plan(self) -> None:
         """Plan some more samples."""
-        lengths = lengths_of(_EACH, mean=_MEAN, longest=_LONGEST, seed=self.names)
+        lengths = lengths_of(self.each, mean=_MEAN, longest=_LONGEST, seed=self.names)
         files = write_plan(self.folder / "plan", lengths, seed=self.names, first=self.names)
         plan_files(self.url, files)
-        self.names += _EACH
+        self.names += self.each
         self.planned_at = time.monotonic()
 
     def missing(self) -> int:
@@ -135,11 +135,12 @@ def until_complete() -> list[str]:
     return ["--until-complete"] if "until_complete" in names else []
 
 
-def episode(folder: Path, kills: int, seed: int) -> Episode:
-    """At least `kills` SIGKILLs over the life of one lake under `folder`, then the audit."""
+def episode(folder: Path, kills: int, seed: int, *, each: int = _EACH) -> Episode:
+    """At least `kills` SIGKILLs over the life of one lake under `folder`, then the audit. `each`:
+    samples planned at a time."""
     rng = random.Random(seed)
     done = Episode(seed)
-    world = World(folder, rng)
+    world = World(folder, rng, each)
     try:
         _shoot_on(world, kills, done)
         began = time.monotonic()
@@ -160,7 +161,7 @@ def _shoot_on(world: World, kills: int, done: Episode) -> None:
         if now >= next_shot:
             _shoot(world, done)
             next_shot = now + world.rng.expovariate(1 / _SHOT_S)
-        if not any(p.alive for p in world.of_kind("driver")) and world.missing() < _EACH // 10:
+        if not any(p.alive for p in world.of_kind("driver")) and world.missing() < world.each // 10:
             world.plan()
         time.sleep(0.05)
 

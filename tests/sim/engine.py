@@ -161,7 +161,8 @@ class Engine:
         self.submit(Ask(Request(rid, ids, self._rng.randint(1, 32))))
 
     def _step(self) -> None:
-        befell = self.trouble.of_forward(self._rng)
+        prefill = self._scheduler.chunked or self._scheduler.waiting
+        befell = self.trouble.of_forward(self._rng) if prefill else ()
         if "freeze" in befell:
             time.sleep(self.trouble.freeze_s)
         if "disarm" in befell:

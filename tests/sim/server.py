@@ -249,9 +249,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trouble", type=parse_trouble, default=parse_trouble(""))
     parser.add_argument("--head", type=Path, help="npy file [vocab, hidden] for log-probs")
     parser.add_argument("--vocab", type=int, default=163_840)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of all chance (default: another every time)")
     options = parser.parse_args(argv)
     options.run = uuid.uuid4().hex
+    if options.seed is None:
+        options.seed = int(options.run[:8], 16)
     return options
 
 

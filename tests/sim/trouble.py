@@ -16,7 +16,7 @@ class Trouble:
     Of a request: `error` HTTP 500 before anything happened; `late_error` captured, then HTTP 500;
     `refuse` HTTP 400; `abort` ended by the server in the middle, HTTP 200; `broken` captured, then
     the connection breaks; `silent` answered, the hook never saw it; `drop` the hook gives it up;
-    `late` answered `late_s` after it was computed. Of a forward: `retract` some request starts
+    `late` answered `late_s` after it was computed. Of a prefill: `retract` some request starts
     again at its first token; `freeze` the scheduler stands still for `freeze_s`; `crash` the
     process is gone before the forward is over; `disarm` the hook fails inside and captures no more.
     """
