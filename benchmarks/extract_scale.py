@@ -111,6 +111,7 @@ def extraction(options: argparse.Namespace, folder: Path, staging: Path) -> dict
                 process.kill()
     codes = {p.name: p.codes for p in (driver, compactor, *servers)}
     console.print(f"driver: {driver.tail(1)}; ends: {codes}")
+    left_s = run(command("compact", lake, "--staging", staging), folder / "last.log")
     early, late = curve.at(0.1, len(lengths)), curve.at(1.0, len(lengths))
     tokens = int(lengths.sum())
     console.print("audit")
@@ -134,6 +135,7 @@ def extraction(options: argparse.Namespace, folder: Path, staging: Path) -> dict
         "plan": _table(lake / "plan"),
         "runs": _table(lake / "runs"),
         "lake_bytes": sum(p.stat().st_size for p in lake.rglob("*") if p.is_file()),
+        "compact_of_what_was_left_s": left_s,
         "coverage_query_s": _coverage_s(str(lake)),
         "status_s": run(command("status", lake, "--json"), folder / "status.log"),
         "audit": found.counts(),
