@@ -89,8 +89,9 @@ class App:
 
     async def _status(self, request: web.Request) -> web.Response:
         since = request.query.get("since")
+        more: dict[str, Any] = {"others": True} if request.query.get("others") else {}
         found = await asyncio.to_thread(
-            endpoint.answer, self._reader, self.options.run, since, self._memory
+            endpoint.answer, self._reader, self.options.run, since, self._memory, **more
         )
         return web.json_response(found)
 
