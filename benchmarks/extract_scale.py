@@ -17,6 +17,7 @@ verify --level full` decodes all of them.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,8 @@ def extraction(options: argparse.Namespace, folder: Path, staging: Path) -> dict
     try:
         for process in (*servers, compactor):
             process.start()
-        time.sleep(4.0)  # the driver asks for servers that answer
+        for server in servers:
+            _wait_ready(server)
         wall_s = _follow(driver, servers, compactor, lake, curve, len(lengths))
     finally:
         driver.kill()
@@ -146,6 +149,17 @@ def extraction(options: argparse.Namespace, folder: Path, staging: Path) -> dict
         console.print(f"[red]NOT SOUND[/]: {found.counts()}, driver ended with {driver.codes}")
         result["sound"] = False
     return result
+
+
+def _wait_ready(server: Process) -> None:
+    """Until it answers: the driver ends at once when none does."""
+    url = f"http://127.0.0.1:{server.argv[server.argv.index('--port') + 1]}/health"
+    end = time.monotonic() + 120
+    while time.monotonic() < end and server.alive:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{server.name} does not answer:\n{server.tail()}")
 
 
 def _processes(
