@@ -73,6 +73,7 @@ class World:
 
     def __init__(self, folder: Path, rng: random.Random, each: int) -> None:
         self.folder, self.rng, self.each, self.names = folder, rng, each, 0
+        self.finished = False  # a driver has said so
         self.url = str(folder / "lake")
         hslake.create(self.url, streams=_STREAMS, hidden_size=8, num_layers=61, name="faults")
         self.plan()
@@ -119,6 +120,7 @@ class World:
         files = write_plan(self.folder / "plan", lengths, seed=self.names, first=self.names)
         plan_files(self.url, files)
         self.names += self.each
+        self.finished = False
         self.planned_at = time.monotonic()
 
     def missing(self) -> int:
@@ -161,7 +163,7 @@ def _shoot_on(world: World, kills: int, done: Episode) -> None:
         if now >= next_shot:
             _shoot(world, done)
             next_shot = now + world.rng.expovariate(1 / _SHOT_S)
-        if not any(p.alive for p in world.of_kind("driver")) and world.missing() < world.each // 10:
+        if world.finished:
             world.plan()
         time.sleep(0.05)
 
@@ -195,8 +197,11 @@ def _ended(world: World, process: Process, done: Episode) -> None:
         if told != signal.SIGKILL and kind != "server":
             done.wrong.append(f"{process.name} was killed by somebody: {process.tail()}")
         return
-    # It may have been at its own end, or at its very beginning, without handlers.
-    if told in (signal.SIGTERM, signal.SIGINT) and (code in (0, 130, -told) or young):
+    # It may have been at its own end, or at its very beginning, without handlers; or told twice.
+    told_to_end = told in (signal.SIGTERM, signal.SIGINT)
+    if told_to_end and (young or code in (130, 143, -signal.SIGTERM, -signal.SIGINT)):
+        return
+    if told_to_end and code == 0 and kind != "driver":
         return
     if kind != "driver":
         done.wrong.append(f"{process.name} ended with {code}: {process.tail()}")
@@ -205,8 +210,10 @@ def _ended(world: World, process: Process, done: Episode) -> None:
     done.ends[f"{code}: {last.split(':')[0]}"] += 1
     if code not in (0, 1, 2) or not _LAST_LINE.match(last):
         done.wrong.append(f"{process.name} ended with {code}: {process.tail()}")
-    elif until_complete() and code == 0 and process.began > world.planned_at and world.missing():
-        done.wrong.append(f"{process.name}: {world.missing()} samples are missing, it says: {last}")
+    elif code == 0:
+        world.finished = True
+        if until_complete() and process.began > world.planned_at and world.missing():
+            done.wrong.append(f"{process.name}: {world.missing()} are missing, it says: {last}")
 
 
 def _shoot(world: World, done: Episode) -> None:
@@ -234,9 +241,9 @@ def _shoot(world: World, done: Episode) -> None:
 
 
 def _kill(world: World, process: Process, done: Episode) -> None:
-    world.told[process.name] = signal.SIGKILL
-    world.stopped.pop(process.name, None)
     if process.alive:
+        world.told[process.name] = signal.SIGKILL
+        world.stopped.pop(process.name, None)
         process.kill()
         done.kills[process.name.split("-")[0]] += 1
 
