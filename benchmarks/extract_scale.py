@@ -51,7 +51,7 @@ STREAMS, HIDDEN, LAYERS = ["2", "30", "58", "final"], 8, 61
 MEAN, LONGEST = 878, 8192
 SEGMENT_TOKENS = 65_536  # as at hidden size 7168: the manifest gets as many rows and commits
 TROUBLE = (
-    "error=0.002,late_error=0.001,refuse=0.0005,abort=0.001,broken=0.001,drop=0.002,late=0.002,"
+    "error=0.002,late_error=0.001,abort=0.001,broken=0.001,drop=0.002,late=0.002,"
     "silent=0.00005,retract=0.005,freeze=0.0005,crash=0.0003,freeze_s=3,late_s=0.5"
 )
 _LOOK_S = 1.0

@@ -38,7 +38,7 @@ from tests.sim.fleet import hslake as command
 from tests.sim.samples import lengths_of, write_plan
 
 _TROUBLE = (
-    "error=0.01,late_error=0.005,refuse=0.003,abort=0.005,broken=0.005,drop=0.005,late=0.01,"
+    "error=0.01,late_error=0.005,abort=0.005,broken=0.005,drop=0.005,late=0.01,"
     "retract=0.02,freeze=0.01,crash=0.003,freeze_s=1,late_s=0.3"
 )
 _STREAMS = [3, 31, 59, "final"]

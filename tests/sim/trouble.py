@@ -14,7 +14,8 @@ class Trouble:
     """Chances (0 to 1), but for the seconds at the end.
 
     Of a request: `error` HTTP 500 before anything happened; `late_error` captured, then HTTP 500;
-    `refuse` HTTP 400; `abort` ended by the server in the middle, HTTP 200; `broken` captured, then
+    `refuse` HTTP 400,
+    twice of which is for good; `abort` ended by the server in the middle, HTTP 200; `broken` captured, then
     the connection breaks; `silent` answered, the hook never saw it; `drop` the hook gives it up;
     `late` answered `late_s` after it was computed. Of a prefill: `retract` some request starts
     again at its first token; `freeze` the scheduler stands still for `freeze_s`; `crash` the
