@@ -295,6 +295,8 @@ def main() -> None:
     parser.add_argument("--kills", type=Path, default=RESULTS / "extract_kills.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "extract_scale.json")
     options = parser.parse_args()
+    # Told to end, it ends its processes too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = conditions(options.note)
     ram = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="extract-scale-", dir=options.folder))

@@ -297,6 +297,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="default: one in /dev/shm")
     parser.add_argument("--out", type=Path, default=None, help="JSON file of the counts")
     options = parser.parse_args()
+    # Told to end, it ends its processes too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     seed = options.seed if options.seed is not None else time.time_ns() % 1_000_000
     base = options.folder or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
     began, bad, episodes = time.monotonic(), False, list[Episode]()

@@ -14,12 +14,12 @@ class Trouble:
     """Chances (0 to 1), but for the seconds at the end.
 
     Of a request: `error` HTTP 500 before anything happened; `late_error` captured, then HTTP 500;
-    `refuse` HTTP 400,
-    twice of which is for good; `abort` ended by the server in the middle, HTTP 200; `broken` captured, then
-    the connection breaks; `silent` answered, the hook never saw it; `drop` the hook gives it up;
-    `late` answered `late_s` after it was computed. Of a prefill: `retract` some request starts
-    again at its first token; `freeze` the scheduler stands still for `freeze_s`; `crash` the
-    process is gone before the forward is over; `disarm` the hook fails inside and captures no more.
+    `refuse` HTTP 400, which a driver that meets it twice takes to be for good; `abort` ended by the
+    server in the middle, HTTP 200; `broken` captured, then the connection breaks; `silent`
+    answered, the hook never saw it; `drop` the hook gives it up; `late` answered `late_s` after it
+    was computed. Of a prefill: `retract` some request starts again at its first token; `freeze` the
+    scheduler stands still for `freeze_s`; `crash` the process is gone before the forward is over;
+    `disarm` the hook fails inside and captures no more.
     """
 
     error: float = 0.0
