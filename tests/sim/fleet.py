@@ -33,13 +33,12 @@ def environment() -> dict[str, str]:
 
 @dataclass(eq=False)
 class Process:
-    """A command that may be started again and again. `log` gets all output, `codes` what its ends
-    were; `nice` is added to its niceness."""
+    """A command that may be started again and again. `log` gets all output, `codes` the exit codes
+    of its ends."""
 
     name: str
     argv: Sequence[str]
     log: Path
-    nice: int = 0
     codes: list[int] = field(default_factory=list)
     child: "subprocess.Popen[bytes] | None" = None
     began: float = 0.0
@@ -61,7 +60,7 @@ class Process:
         if not self.alive:
             with self.log.open("ab") as out:
                 self.child = subprocess.Popen(
-                    ["nice", "-n", str(self.nice), *self.argv] if self.nice else self.argv,
+                    self.argv,
                     cwd=ROOT,
                     env=environment(),
                     stdin=subprocess.DEVNULL,
@@ -110,5 +109,7 @@ class Process:
 def empty(folder: Path) -> None:
     """What a reboot makes of a folder in RAM."""
     for path in folder.iterdir():
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True) if path.is_file() else None
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
