@@ -40,7 +40,6 @@ from hslake_sglang.process import free_port  # noqa: E402
 
 import hslake  # noqa: E402
 from hslake import query  # noqa: E402
-from tests.faults.extraction import until_complete  # noqa: E402
 from tests.sim.audit import audit  # noqa: E402
 from tests.sim.fleet import Process, sim_server  # noqa: E402
 from tests.sim.fleet import hslake as command  # noqa: E402
@@ -183,7 +182,7 @@ def _processes(
         "compactor", command("compact", lake, "--staging", staging, *watch), folder / "compact.log"
     )
     urls = [x for port in ports for x in ("--server", f"http://127.0.0.1:{port}")]
-    arguments = (lake, *urls, "--staging", staging, *until_complete())
+    arguments = (lake, *urls, "--staging", staging, "--until-complete")
     driver = Process("driver", command("extract", *arguments), folder / "driver.log")
     return servers, compactor, driver
 

@@ -22,7 +22,6 @@ from tests.e2e import client
 from tests.e2e.conftest import CHUNK, SINK, Stage, set_stage
 from tests.e2e.reference import assert_same_states, reference_states
 from tests.e2e.traffic import wait_for
-from tests.faults.extraction import until_complete
 from tests.sim.fleet import Process
 from tests.sim.fleet import hslake as command
 
@@ -62,7 +61,7 @@ def stage(
     )
     staging = ("--staging", made.staging)
     urls = ("--server", made.url, "--server", other.url)
-    extract = command("extract", made.lake, *urls, *staging, "--json", *until_complete())
+    extract = command("extract", made.lake, *urls, *staging, "--json", "--until-complete")
     driver = Process("driver", [*extract, "--concurrency", "2"], folder / "driver.log")
     compactor = Process(
         "compactor",

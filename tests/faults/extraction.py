@@ -11,7 +11,6 @@ again. Behind each episode an audit (tests.sim.audit) looks at the lake.
 
 import argparse
 import contextlib
-import inspect
 import json
 import random
 import re
@@ -28,7 +27,6 @@ from typing import Any
 from hslake_sglang.process import free_port
 
 import hslake
-from hslake.cli.extract import extract as extract_command
 from hslake.compact import compact
 from hslake.plan import plan_files
 from hslake.worklist import worklist
@@ -97,7 +95,7 @@ class World:
         ]  # fmt: skip
         staging = [x for root in self.roots for x in ("--staging", root)]
         urls = [x for port in ports for x in ("--server", f"http://127.0.0.1:{port}")]
-        driver = command("extract", self.url, *urls, *staging, "--patience", 60, *until_complete())
+        driver = command("extract", self.url, *urls, *staging, "--patience", 60, "--until-complete")
         compactor = command(
             "compact", self.url, *staging, "--watch",
             "--interval", 0.2, "--max-age", 1, "--segment-tokens", 16_384,
@@ -129,12 +127,6 @@ class World:
 
     def of_kind(self, kind: str) -> list[Process]:
         return [p for p in self.processes if p.name.startswith(kind)]
-
-
-def until_complete() -> list[str]:
-    """The option that makes a driver wait for the compactor, too."""
-    names = inspect.signature(extract_command).parameters
-    return ["--until-complete"] if "until_complete" in names else []
 
 
 def episode(folder: Path, kills: int, seed: int, *, each: int = _EACH) -> Episode:
@@ -212,7 +204,7 @@ def _ended(world: World, process: Process, done: Episode) -> None:
         done.wrong.append(f"{process.name} ended with {code}: {process.tail()}")
     elif code == 0:
         world.finished = True
-        if until_complete() and process.began > world.planned_at and world.missing():
+        if process.began > world.planned_at and world.missing():
             done.wrong.append(f"{process.name}: {world.missing()} are missing, it says: {last}")
 
 

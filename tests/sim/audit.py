@@ -113,7 +113,8 @@ def _table(folder: Path, name: str) -> pads.Dataset:
 def _planned(folder: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """(sample id, token ids, loss mask) of every row of the plan."""
     columns = ["sample_id", "input_ids", "loss_mask"]
-    for batch in _table(folder, "plan").to_batches(columns=columns, batch_size=_BATCH_ROWS):
+    few = {"batch_size": _BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
+    for batch in _table(folder, "plan").to_batches(columns=columns, **few):
         names = batch.column(0).to_pylist()
         ids, masks = batch.column(1), batch.column(2)
         for i, name in enumerate(names):
