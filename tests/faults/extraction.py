@@ -261,14 +261,16 @@ def _quiet(world: World, done: Episode) -> None:
             end, left = time.monotonic() + _NO_END_S, now
     if left:
         done.wrong.append(f"{left} samples do not arrive although nobody is shot at any more")
-    for kind, code in (("driver", 0), ("server", 0), ("compactor", 0)):
+    for kind in ("driver", "server", "compactor"):
         for process in world.of_kind(kind):
             if kind != "driver":
                 process.send(signal.SIGTERM)
             found = process.wait(60)
             if found is None:
                 done.wrong.append(f"{process.name} does not end: {process.tail()}")
-            elif found != code and kind != "driver" and process.name not in world.due:
+            elif kind == "server" and found == -signal.SIGKILL:
+                done.shots["own crash"] += 1
+            elif found != 0 and kind != "driver" and process.name not in world.due:
                 done.wrong.append(f"{process.name} ended with {found}: {process.tail()}")
     report = compact(world.url, world.roots)
     done.wrong += report.messages()
