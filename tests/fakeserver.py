@@ -21,9 +21,9 @@ import hslake
 from hslake import checksum
 from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import RequestId, parse_request_id
-from hslake.spec import LakeSpec
 from hslake.staging import Reservation, StagingWriter, StatusReader
 from tests.models import log_probs
+from tests.sim.states import states_of
 
 T = TypeVar("T")
 Script = Callable[[RequestId, int], str]
@@ -31,18 +31,6 @@ Script = Callable[[RequestId, int], str]
 ok | drop (the hook loses it) | error (HTTP 500) | late-error (captured, then HTTP 500) |
 silent (answered, never captured) | refuse (HTTP 400) | hang (no answer) | abort (HTTP 200, aborted)
 """
-
-
-def states_of(spec: LakeSpec, input_ids: list[int]) -> np.ndarray:
-    """What the fake model computes: uint16 bits [stream, token, hidden], a function of token,
-    position, stream and channel, so that any mix-up shows."""
-    ids = np.asarray(input_ids, np.int64)[None, :, None]
-    position = np.arange(len(input_ids))[None, :, None]
-    stream = np.arange(len(spec.streams))[:, None, None]
-    channel = np.arange(spec.hidden_size)[None, None, :]
-    mixed = ids * 31 + position * 3 + stream * 1009 + channel * 7
-    values = ((mixed % 997) - 498).astype(np.float32) / 100
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 _served_states = states_of  # what it answers from, whatever a test lets it capture

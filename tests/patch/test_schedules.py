@@ -21,8 +21,8 @@ from hslake.ids import RequestId
 from hslake.staging import Reserved, StagingWriter, read_part, read_status, scan
 from hslake.staging.part import DONE
 from hslake.staging.reader import read_rows
-from tests.patch.scheduler import Entry, Request, Scheduler
 from tests.patch.toy import VOCAB, Toy, make_batch, make_spec
+from tests.sim.scheduler import Entry, Request, Scheduler
 
 STREAMS = ("0", "2", "4", "final")
 LAKE = "0123abcd"

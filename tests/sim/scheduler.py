@@ -1,37 +1,45 @@
 """A model of SGLang's scheduler: what batches it can make of requests, and nothing of how fast.
 
 Chunked prefill of one request at a time beside whole ones, mixed chunks with decode rows, decode
-batches, retraction (everything computed is thrown away, what was generated is kept), aborts.
+batches, a KV cache that bounds what is alive at once, retraction (everything computed is thrown
+away, what was generated is kept), aborts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-Entry = tuple[str, list[int], int, int]  # request id, tokens, prefix, rows of this forward
+Entry = tuple[str, Sequence[int], int, int]  # request id, tokens, prefix, rows of this forward
 Forward = Callable[[list[Entry], str], None]
 
 
 @dataclass(eq=False)
 class Request:
-    """One request in one life; the same id may come again in another."""
+    """One request in one life; the same id may come again in another. `prompt`: a list, or an
+    array where no more than one token is to be generated."""
 
     rid: str
-    prompt: list[int]
+    prompt: Sequence[int]
     new_tokens: int
     output: list[int] = field(default_factory=list)
     computed: int = 0
     prefilled: bool = False  # whether all of the prompt was computed in one go from position 0
 
     @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
+    def tokens(self) -> Sequence[int]:
+        return [*self.prompt, *self.output] if self.output else self.prompt
+
+    @property
+    def size(self) -> int:
+        """Tokens of the KV cache that it may come to need."""
+        return len(self.prompt) + self.new_tokens
 
 
 class Scheduler:
-    """Calls `forward(entries, mode)` for every batch; `chunk` bounds the prefill rows of one."""
+    """Calls `forward(entries, mode)` for every batch; `chunk` bounds the prefill rows of one, `kv`
+    the tokens of all requests that were begun, but for a first one."""
 
-    def __init__(self, forward: Forward, *, chunk: int, mixed: bool) -> None:
-        self.forward, self.chunk, self.mixed = forward, chunk, mixed
+    def __init__(self, forward: Forward, *, chunk: int, mixed: bool, kv: int | None = None) -> None:
+        self.forward, self.chunk, self.mixed, self.kv = forward, chunk, mixed, kv
         self.waiting: list[Request] = []
         self.chunked: Request | None = None
         self.running: list[Request] = []
@@ -71,7 +79,11 @@ class Scheduler:
         entries: list[Entry] = []
         ready: list[Request] = []
         room = self.chunk
+        begun = sum(r.size for r in self.running)
         while room and (self.chunked or self.waiting):
+            begun += (self.chunked or self.waiting[0]).size
+            if self.kv is not None and begun > self.kv and (entries or self.running):
+                break
             request, self.chunked = self.chunked or self.waiting.pop(0), None
             rows = min(room, len(request.tokens) - request.computed)
             entries.append((request.rid, request.tokens, request.computed, rows))
