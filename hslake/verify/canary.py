@@ -178,12 +178,12 @@ def _select(lake: Lake, sample: int | None, where: str | None) -> tuple[list[Can
     """(canaries of live samples by place, how many canaries of the lake are of other attempts)."""
     # A comment in the condition ends at the line's end.
     chosen = "select * from samples" + (f" where ({where}\n)" if where else "")
-    few = f" order by md5(sample_id) limit {min(int(sample), 2**62)}" if sample else ""
+    few = f"order by md5(sample_id) limit {min(int(sample), 2**62)}" if sample else ""
     with query.connect(lake) as con:
         try:
             query.relation(con, chosen)  # one SELECT, and nothing else
-            sql = f"select * from ({_LIVE.format(chosen=chosen)}{few})"
-            rows = query.execute(con, f"{sql} order by segment_id, token_start")
+            some = f"select * from ({_LIVE.format(chosen=chosen)}) {few}"
+            rows = query.execute(con, f"select * from ({some}) order by segment_id, token_start")
         except InvalidInput as error:
             raise InvalidInput(f"--where {where!r}: {error}" if where else str(error)) from error
         unlike = con.execute(_UNLIKE).fetchall()[0][0]
