@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +24,6 @@ from hslake.slot import Flight, Slot
 
 log = logging.getLogger("hslake.extract")
 
-# (server, rid, token ids) -> its answer, or what `Server.generate` raises: how a request is sent.
-Ask = Callable[[Server, RequestId, Any], Awaitable[Any]]
 NO_SPACE = "no space"  # how the hook's reason for a drop begins when staging was full
 _REFUSALS = 2  # by the server, before a sample is taken to be refused for good
 
@@ -71,7 +69,6 @@ class Driver:
         *,
         limits: Limits,
         reach: Mapping[str, Reach] | None = None,
-        ask: Ask = Server.generate,
         when_full: str = "run `hslake compact LAKE --staging DIR --watch`",
         on_captured: Callable[[Item, str], None] = lambda item, writer: None,
         on_note: Callable[[str], None] = lambda text: None,
@@ -79,7 +76,6 @@ class Driver:
     ) -> None:
         self.lake_id = lake_id
         self.limits, self.when_full = limits, when_full
-        self.ask = ask
         self.reach = reach or {}  # of servers by URL, as far as it is known already
         tokens = items.tokens if isinstance(items, Items) else sum(i.length for i in items)
         self.queue = JobQueue(items, tokens, read_ids)
