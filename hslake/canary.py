@@ -10,21 +10,20 @@ is live is compared. One at a time is on its way to a server: log-probs cost it 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from hslake.errors import InvalidInput
-from hslake.ids import RequestId, token_hash
-from hslake.server import RequestRefused, Server
+from hslake.items import Item
 
 log = logging.getLogger("hslake.extract")
 
 SHARE = 0.01
 POSITIONS = 64  # of the prompt's end: SGLang computes log-probs from a position to the end
-_UNHEARD = 3  # canaries in a row without an answer before there are no more of a server
+_UNHEARD = 3  # canaries in a row that came to nothing before there are no more of a server
 
 
 class Recorder(Protocol):
@@ -47,16 +46,16 @@ class _Of:
     """Canaries of one server."""
 
     credit: float  # one is due at 1
-    asking: bool = False
+    attempt: str = ""  # of the one on its way
     unheard: int = 0
     off: bool = False
 
 
 class Canaries:
-    """Sends the requests of one run, a share of them as canaries. `share`: 0 to 1; 0: none.
+    """Makes a share of a run's requests canaries: see `hslake.drive.Extras`. `share`: 0 to 1.
 
-    Whatever a server does about log-probs, the sample itself is asked for as ever: a refusal or a
-    missing answer only ends the canaries of that server, with one warning.
+    Whatever a server does about log-probs, the sample itself is asked for as ever: refusals and
+    missing answers only end the canaries of that server, with one warning.
     """
 
     def __init__(self, share: float, recorder: Recorder) -> None:
@@ -66,47 +65,40 @@ class Canaries:
         self._of: dict[str, _Of] = {}  # by the server's address
         self._spent: set[str] = set()  # samples whose canary came to nothing: plainly from now on
 
-    async def generate(self, server: Server, rid: RequestId, ids: Any) -> Any:
-        """As `Server.generate`: sends `ids` under `rid`, and returns and raises the same."""
-        of = self._of.setdefault(server.url, _Of(1.0 - self.share))
-        if not self._due(of, rid):
-            return await server.generate(rid, ids)
-        hashed, first = token_hash(ids), first_position(rid.length)
-        tail = np.asarray(ids[first - 1 :]).tolist()  # the driver lets go of `ids` when it likes
-        more = {"return_logprob": True, "logprob_start_len": first - 1}
-        of.asking, heard = True, False
-        try:
-            answer = await server.generate(rid, ids, **more)
-            heard = True
-        except RequestRefused as error:
-            heard = True
-            # Of the sample or of its log-probs? Asked for plainly, the server tells.
-            answer = await server.generate(rid, ids)
-            self._end(server.url, of, f"it refuses log-probs: {error}")
-            return answer
-        finally:
-            of.asking, of.unheard = False, 0 if heard else of.unheard + 1
-            if not heard:
-                self._spent.add(rid.sample_id)
-                if of.unheard >= _UNHEARD:
-                    self._end(server.url, of, f"{of.unheard} in a row came to nothing")
-        told = prompt_log_probs(answer, tail)
-        if told is None:
-            self._end(server.url, of, "its answer has no log-probs of the prompt")
-            return answer
-        self.recorded += 1
-        values = told.astype(np.float32).tolist()
-        self._recorder.canary(rid.sample_id, hashed, rid.attempt, server.url, first, values)
-        return answer
-
-    def _due(self, of: _Of, rid: RequestId) -> bool:
+    def fields(self, server: str, item: Item, attempt: str) -> Mapping[str, Any]:
+        """What a canary asks for besides; empty for all other requests."""
+        of = self._of.setdefault(server, _Of(1.0 - self.share))
         if of.off or not self.share:
-            return False
+            return {}
         of.credit = min(of.credit + self.share, 2.0)  # what one on its way holds up comes after it
-        if of.asking or of.credit < 1.0 - 1e-9 or rid.length < 2 or rid.sample_id in self._spent:
-            return False
+        # Sums of a hundredth are a hair off.
+        if of.attempt or of.credit < 1.0 - 1e-9 or item.length < 2 or item.sample_id in self._spent:
+            return {}
         of.credit -= 1.0
-        return True
+        of.attempt = attempt
+        return {"return_logprob": True, "logprob_start_len": first_position(item.length) - 1}
+
+    def answered(self, server: str, item: Item, attempt: str, answer: Any) -> None:
+        """The canary has ended: with `answer`, or None when it failed or was refused."""
+        of = self._of[server]
+        if of.attempt == attempt:
+            of.attempt = ""
+        if answer is None:
+            self._spent.add(item.sample_id)
+            of.unheard += 1
+            if of.unheard >= _UNHEARD:
+                self._end(server, of, f"{of.unheard} in a row were refused or failed")
+            return
+        of.unheard = 0
+        first = first_position(item.length)
+        told = _told(answer, item.length - first + 1)
+        if told is None:
+            self._end(server, of, "its answer has no log-probs of the prompt")
+            return
+        self.recorded += 1
+        values = _values(told).astype(np.float32).tolist()
+        name, digest = item.sample_id, item.token_hash
+        self._recorder.canary(name, digest, attempt, server, first, values)
 
     def _end(self, url: str, of: _Of, why: str) -> None:
         if not of.off:
@@ -133,14 +125,23 @@ def prompt_log_probs(answer: Any, ids: Sequence[int]) -> np.ndarray | None:
     `ids`: the prompt from `logprob_start_len` on. NaN where the server has a value that JSON cannot
     hold, which it tells as null. None when the answer does not tell all of them, of these tokens.
     """
+    told = _told(answer, len(ids))
+    # SGLang tells the vocabulary's last token, and whatever lies beyond, as token 0.
+    if told is None or any(t[1] not in (own, 0) for t, own in zip(told, ids, strict=True)):
+        return None
+    return _values(told)
+
+
+def _told(answer: Any, count: int) -> list[Any] | None:
+    """The [log-prob, token, text] of `count` tokens of the prompt, or None; the first has no
+    log-prob."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     told = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-    if not isinstance(told, list) or len(told) != len(ids):
+    if not isinstance(told, list) or len(told) != count:
         return None
-    try:  # [log-prob, token, text] each; the first has no log-prob
-        # SGLang tells the vocabulary's last token, and whatever lies beyond, as token 0.
-        if any(t[1] not in (own, 0) for t, own in zip(told, ids, strict=True)):
-            return None
-        return np.array([float("nan" if t[0] is None else t[0]) for t in told[1:]], np.float64)
-    except (TypeError, ValueError, IndexError, KeyError):
-        return None
+    sound = all(isinstance(t, list) and len(t) >= 2 for t in told)
+    return told if sound and all(isinstance(t[0], float | int | None) for t in told) else None
+
+
+def _values(told: list[Any]) -> np.ndarray:
+    return np.array([float("nan" if t[0] is None else t[0]) for t in told[1:]], np.float64)

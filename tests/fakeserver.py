@@ -64,13 +64,15 @@ class FakeServer:
         idle_s: float = 5.0,
         script: Script = lambda rid, nth: "ok",
         head: np.ndarray | None = None,
+        tells: bool = True,
         refuse_log_probs: bool = False,
     ) -> None:
         self.spec = hslake.open(lake_url).spec
         self.staging, self.part_tokens, self.max_parts = staging, part_tokens, max_parts
         self.context, self.chunk, self.delay, self.script = context, chunk, delay, script
         self.idle_s = idle_s
-        self.head = head  # [vocab, hidden] float32: gives log-probs of prompts
+        # [vocab, hidden] float32: gives log-probs of prompts; without, they are made up
+        self.head, self.tells = head, tells
         self.refuse_log_probs = refuse_log_probs
         self.log_probs_from: list[int] = []  # where each request for log-probs began
         self.break_log_probs = False  # HTTP 500 to whoever asks for them
@@ -238,8 +240,8 @@ class FakeServer:
     ) -> web.Response:
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
         answer: dict[str, Any] = {"text": "", "meta_info": meta}
-        if log_probs_from is not None and self.head is not None:
-            told = self._log_probs(ids, self.head)[log_probs_from:]
+        if log_probs_from is not None and self.tells:
+            told = self._log_probs(ids)[log_probs_from:]
             meta["input_token_logprobs"] = [[None, *told[0][1:]], *told[1:]]
         if rid is None:
             return web.json_response(answer)
@@ -266,11 +268,13 @@ class FakeServer:
             return web.json_response({"error": {"message": "detokenizer died"}}, status=500)
         return web.json_response(answer)
 
-    def _log_probs(self, ids: list[int], head: np.ndarray) -> list[list[Any]]:
+    def _log_probs(self, ids: list[int]) -> list[list[Any]]:
         """As SGLang gives them: [log-prob, token, text], the first without a log-prob."""
+        if self.head is None:
+            return [[-1.0, i, None] for i in ids]
         final = _served_states(self.spec, ids)[self.spec.streams.index("final")]
         rows = checksum.to_float32(final, self.spec.dtype).astype(np.float64)
-        values = log_probs(rows[:-1] @ head.T.astype(np.float64), ids[1:]).tolist()
+        values = log_probs(rows[:-1] @ self.head.T.astype(np.float64), ids[1:]).tolist()
         return [[v, i, None] for v, i in zip([None, *values], ids, strict=True)]
 
     def _watch_credit(self, rid: RequestId) -> None:

@@ -1,7 +1,5 @@
 """Canaries on their way: who asks for log-probs, what is recorded, and what a refusal costs."""
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,13 @@ import pytest
 import hslake
 from hslake.canary import POSITIONS, Canaries, first_position, prompt_log_probs
 from hslake.compact import compact
-from hslake.drive import Driver, Limits
+from hslake.drive import Limits
 from hslake.errors import InvalidInput
-from hslake.ids import RequestId, new_attempt, token_hash
+from hslake.extract import ExtractOptions, ExtractReport, extract
+from hslake.ids import token_hash
 from hslake.items import Item
 from hslake.plan import plan_files
-from hslake.runlog import RunLog
-from hslake.server import RequestFailed, RequestRefused, Server, new_session
 from hslake.verify import VerifyReport, verify
-from hslake.worklist import read_ids
 from tests import fakeserver
 from tests.fakeserver import FakeServer
 from tests.models import bf16, write_model
@@ -31,6 +27,7 @@ VOCAB, HIDDEN = 400, 8
 HEAD = bf16(np.random.default_rng(4), VOCAB, HIDDEN)
 LENGTHS = (40, 300, 1, 7, 260, 64, 65, 66, 2, 100)
 FAST = Limits(requests=4, patience=20, backoff=0.02, poll_min=0.005, poll_max=0.05)
+HERE = "http://here:30000"
 
 
 class Told:
@@ -44,158 +41,107 @@ class Told:
         self.rows.append(dict(zip(names, values, strict=True)))
 
 
-class Answers:
-    """A server that answers as it is told to: log-probs, `"refuse"`, `"fail"` or nothing."""
-
-    url = "http://here"
-
-    def __init__(self, *then: str) -> None:
-        self.then, self.asked = list(then), list[dict[str, Any]]()
-
-    async def generate(self, rid: RequestId, ids: Sequence[int], **more: Any) -> Any:
-        self.asked.append({"rid": rid, "ids": list(ids), **more})
-        await asyncio.sleep(0)
-        now = self.then.pop(0) if self.then else "tell"
-        if now == "refuse":
-            raise RequestRefused("HTTP 400: no")
-        if now == "fail":
-            raise RequestFailed("HTTP 500: no")
-        if now == "hang":
-            await asyncio.sleep(3600)
-        told = [[-0.5 * i, t, None] for i, t in enumerate(ids)][more.get("logprob_start_len", 0) :]
-        meta = {"input_token_logprobs": told} if more and now == "tell" else {}
-        return {"meta_info": meta}
+def item_of(name: str, length: int = 5) -> Item:
+    return Item(name, "A1", length, token_hash(range(length)))
 
 
-def rid_of(name: str, length: int) -> RequestId:
-    return RequestId("0123abcd", new_attempt(), length, "A1", name)
+def answer_of(length: int, start: int) -> Any:
+    """As SGLang answers: here -i / 2 of the token at position i."""
+    told = [[-0.5 * i, i, None] for i in range(length)][start:]
+    return {"meta_info": {"input_token_logprobs": [[None, *told[0][1:]], *told[1:]]}}
 
 
-def send(canaries: Canaries, server: Answers, names: Sequence[str], length: int = 5) -> list[Any]:
-    """One after the other; errors are results."""
-
-    async def main() -> list[Any]:
-        found = []
-        for name in names:
-            call = canaries.generate(server, rid_of(name, length), list(range(length)))  # type: ignore[arg-type]
-            found += await asyncio.gather(call, return_exceptions=True)
-        return found
-
-    return asyncio.run(main())
-
-
-def asked(server: Answers) -> list[int]:
-    """Which of its requests were canaries, by number."""
-    return [i for i, a in enumerate(server.asked) if a.get("return_logprob")]
+def send(
+    canaries: Canaries, names: Sequence[str], length: int = 5, server: str = HERE, how: str = "tell"
+) -> list[int]:
+    """One after the other; which of them were canaries, by number."""
+    found = []
+    for i, name in enumerate(names):
+        item = item_of(name, length)
+        fields = canaries.fields(server, item, f"attempt{i}")
+        if fields:
+            found.append(i)
+            assert fields["return_logprob"] is True
+            answer = answer_of(length, fields["logprob_start_len"])
+            made = {"tell": answer, "fail": None, "silent": {"meta_info": {}}}[how]
+            canaries.answered(server, item, f"attempt{i}", made)
+    return found
 
 
 NAMES = [f"s{i}" for i in range(1000)]
 
 
 def test_the_first_of_a_server_and_every_hundredth() -> None:
-    server, told = Answers(), Told()
-    send(Canaries(0.01, told), server, NAMES)
-    assert asked(server) == list(range(0, 1000, 100)) and len(told.rows) == 10
-    server = Answers()
-    send(Canaries(0.0, told), server, NAMES)
-    assert asked(server) == []
-    server = Answers()
-    send(Canaries(1.0, told), server, NAMES[:20])
-    assert asked(server) == list(range(20))
+    told = Told()
+    assert send(Canaries(0.01, told), NAMES) == list(range(0, 1000, 100))
+    assert len(told.rows) == 10
+    assert send(Canaries(0.0, told), NAMES) == []
+    assert send(Canaries(1.0, told), NAMES[:20]) == list(range(20))
     for wrong in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidInput, match="canary-share"):
             Canaries(wrong, told)
+        with pytest.raises(InvalidInput, match="canary-share"):
+            ExtractOptions(canary_share=wrong)
 
 
 def test_each_server_has_its_own_share() -> None:
-    canaries, a, b = Canaries(0.1, Told()), Answers(), Answers()
-    b.url = "http://there"
-    send(canaries, a, NAMES[:15])
-    send(canaries, b, NAMES[:15])
-    assert asked(a) == [0, 10] and asked(b) == [0, 10]
+    canaries = Canaries(0.1, Told())
+    assert send(canaries, NAMES[:15]) == [0, 10]
+    assert send(canaries, NAMES[:15], server="http://there") == [0, 10]
 
 
 @pytest.mark.parametrize("length", [2, 63, 64, 65, 66, 300])
 def test_the_last_positions_are_asked_for(length: int) -> None:
-    server, told = Answers(), Told()
-    send(Canaries(1.0, told), server, ["a"], length)
+    told = Told()
+    assert send(Canaries(1.0, told), ["a"], length) == [0]
     (row,) = told.rows
-    assert server.asked[0]["logprob_start_len"] == row["first"] - 1
     assert row["first"] == max(1, length - POSITIONS) == first_position(length)
     assert len(row["log_probs"]) == min(POSITIONS, length - 1)
-    # The fake one tells -i / 2 of the token at position i.
     assert row["log_probs"] == [-0.5 * i for i in range(row["first"], length)]
-    assert row["attempt"] == server.asked[0]["rid"].attempt and row["server"] == server.url
+    assert row["attempt"] == "attempt0" and row["server"] == HERE
     assert row["token_hash"] == token_hash(range(length)) and row["sample_id"] == "a"
 
 
 def test_a_prompt_of_one_token_is_none() -> None:
-    server, told = Answers(), Told()
-    send(Canaries(0.5, told), server, ["a"], 1)
-    assert asked(server) == [] and told.rows == []
-    assert first_position(1) == 1
+    assert send(Canaries(1.0, Told()), ["a"], 1) == []
 
 
 def test_one_at_a_time_and_the_next_comes_after_it() -> None:
-    canaries, server = Canaries(0.5, Told()), Answers("hang")
-
-    async def main() -> None:
-        tasks = [
-            asyncio.create_task(canaries.generate(server, rid_of(n, 5), [1, 2, 3, 4, 5]))  # type: ignore[arg-type]
-            for n in NAMES[:10]
-        ]
-        await asyncio.sleep(0.05)
-        assert asked(server) == [0] and sum(t.done() for t in tasks) == 9
-        tasks[0].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(main())
-    send(canaries, server, NAMES[10:14])
-    assert asked(server) == [0, 10, 11, 12]  # two were due, no more, and then one in two
-
-
-def test_a_refusal_costs_nothing_but_the_canaries(caplog: pytest.LogCaptureFixture) -> None:
-    canaries, server, told = Canaries(0.5, Told()), Answers("refuse"), Told()
-    with caplog.at_level(logging.WARNING):
-        found = send(canaries, server, NAMES[:9])
-    assert all(isinstance(f, dict) for f in found) and told.rows == []
-    first, again = server.asked[:2]
-    assert first["rid"] == again["rid"] and "return_logprob" not in again
-    assert asked(server) == [0] and len(server.asked) == 10
-    (warning,) = caplog.messages
-    assert "http://here: no more canaries" in warning and "HTTP 400: no" in warning
-
-
-def test_a_sample_that_is_refused_itself_ends_no_canaries() -> None:
-    server, told = Answers("refuse", "refuse"), Told()
-    found = send(Canaries(1.0, told), server, NAMES[:3])
-    assert isinstance(found[0], RequestRefused) and len(told.rows) == 2
+    canaries, first = Canaries(0.5, Told()), item_of("first")
+    fields = canaries.fields(HERE, first, "x")
+    assert fields and send(canaries, NAMES[:9]) == []
+    canaries.answered(HERE, first, "x", answer_of(5, fields["logprob_start_len"]))
+    assert send(canaries, NAMES[:4]) == [0, 1, 2]  # two were due, no more, and then one in two
 
 
 def test_an_answer_without_them_ends_them(caplog: pytest.LogCaptureFixture) -> None:
-    server, told = Answers("silent"), Told()
-    with caplog.at_level(logging.WARNING):
-        found = send(Canaries(1.0, told), server, NAMES[:3])
-    assert all(isinstance(f, dict) for f in found)
-    assert asked(server) == [0] and told.rows == [] and len(caplog.messages) == 1
+    told = Told()
+    canaries = Canaries(1.0, told)
+    assert send(canaries, NAMES[:3], how="silent") == [0] and told.rows == []
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{HERE}: no more canaries") and "has no log-probs" in warning
+    assert send(canaries, NAMES[:3], server="http://there") == [0, 1, 2]
 
 
-def test_three_failures_in_a_row_end_them_and_no_sample_is_one_twice() -> None:
-    server, told = Answers("fail", "tell", "fail"), Told()
-    canaries = Canaries(1.0, told)
-    found = send(canaries, server, ["a", "a", "b", "c", "b"])
-    assert isinstance(found[0], RequestFailed) and isinstance(found[2], RequestFailed)
-    assert asked(server) == [0, 2, 3] and len(told.rows) == 1  # `a` and `b` plainly from then on
-    server = Answers("fail", "fail", "fail")
-    canaries = Canaries(1.0, told)
-    send(canaries, server, ["a", "b", "c", "d", "e"])
-    assert asked(server) == [0, 1, 2]
+def test_three_failures_in_a_row_end_them(caplog: pytest.LogCaptureFixture) -> None:
+    canaries = Canaries(1.0, Told())
+    assert send(canaries, ["a", "b"], how="fail") == [0, 1]
+    assert send(canaries, ["a", "b", "c"]) == [2]  # what came to nothing once is asked for plainly
+    assert send(canaries, ["d", "e"], how="fail") == [0, 1] and not caplog.messages
+    assert send(canaries, ["f", "g"], how="fail") == [0]
+    assert send(canaries, ["h"]) == [] and "3 in a row" in caplog.text and len(caplog.messages) == 1
 
 
 def test_answers() -> None:
     told = [[None, 5, None], [-1.5, 6, None], [None, 7, None]]
     found = prompt_log_probs({"meta_info": {"input_token_logprobs": told}}, [5, 6, 7])
     assert found is not None and found[0] == -1.5 and np.isnan(found[1])
+    rows = Told()
+    canaries = Canaries(1.0, rows)
+    item = item_of("a", 3)
+    canaries.fields(HERE, item, "x")
+    canaries.answered(HERE, item, "x", {"meta_info": {"input_token_logprobs": told}})
+    assert np.isnan(rows.rows[0]["log_probs"][1])
 
 
 # -- through the driver into the lake ------------------------------------------------------------
@@ -205,6 +151,12 @@ def test_answers() -> None:
 def model(tmp_path: Path) -> Path:
     config = {"num_hidden_layers": 8, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     return write_model(tmp_path / "model", {"lm_head.weight": HEAD}, **config)
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Path:
+    (tmp_path / "staging").mkdir()
+    return tmp_path / "staging"
 
 
 @pytest.fixture
@@ -222,73 +174,65 @@ def lake(tmp_path: Path, model: Path) -> str:
     return made.url
 
 
-def drive(url: str, server: FakeServer, share: float) -> tuple[Driver, Canaries]:
-    """All planned samples, through the real driver, into the real run log."""
-    lake = hslake.open(url)
-    runs = RunLog(lake.store)
-    canaries = Canaries(share, runs)
-    rows = lake.sql("select sample_id, source, length from plan order by sample_id").fetchall()
-    items = [Item(*row) for row in rows]
+def run(url: str, server: FakeServer, share: float = 1.0) -> ExtractReport:
+    options = ExtractOptions(limits=FAST, canary_share=share)
+    return extract(url, [server.url], options)
 
-    async def main() -> Driver:
-        async with new_session() as session:
-            driver = Driver(
-                lake.spec.lake_id,
-                [Server(server.url, session)],
-                items,
-                lambda some: {k: v.to_numpy() for k, v in read_ids(lake, some).items()},
-                limits=FAST,
-                ask=canaries.generate,
-            )
-            await driver.run()
-            return driver
 
-    driver = asyncio.run(main())
-    runs.flush()
-    return driver, canaries
+def recorded(url: str) -> int:
+    return len(hslake.open(url).sql("select 1 from canaries").fetchall())
 
 
 def canary(url: str, model: Path) -> VerifyReport:
     return verify(url, "canary", model=model)
 
 
-def test_from_the_driver_to_verify(lake: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "staging").mkdir()
-    with FakeServer(lake, tmp_path / "staging", head=HEAD) as server:
-        driver, canaries = drive(lake, server, 1.0)
-        assert driver.captured == len(LENGTHS) and driver.retried == 0
+def test_from_extract_to_verify(lake: str, model: Path, staging: Path) -> None:
+    with FakeServer(lake, staging, head=HEAD) as server:
+        report = run(lake, server)
+        assert report.complete and report.captured == len(LENGTHS) and report.retried == 0
         # The run may end before its last request is answered: captured is captured.
-        assert server.most_canaries == 1 and len(server.log_probs_from) >= canaries.recorded
-        compact(lake, [tmp_path / "staging"])
-    report = canary(lake, model)
-    assert report.ok and 0 < report.samples == canaries.recorded < len(LENGTHS)
-    assert report.agreement is not None and report.agreement.figures.correlation > 0.9999
-    (group,) = report.agreement.groups
-    assert group.server == server.url and group.figures.samples == report.samples
+        assert server.most_canaries == 1 and len(server.log_probs_from) >= recorded(lake)
+        compact(lake, [staging])
+    found = canary(lake, model)
+    assert found.ok and 0 < found.samples == recorded(lake) < len(LENGTHS)
+    assert found.agreement is not None and found.agreement.fingerprint
+    assert found.agreement.figures.correlation is not None
+    assert found.agreement.figures.correlation > 0.9999
+    (group,) = found.agreement.groups
+    assert group.server == server.url and group.figures.samples == found.samples
+    assert hslake.open(lake).sql("select run_id from runs").fetchall() == [(group.run_id,)]
 
 
-@pytest.mark.parametrize("how", ["refuse_log_probs", "break_log_probs", "none"])
+@pytest.mark.parametrize("how", ["refuse_log_probs", "break_log_probs", "tells"])
 def test_no_sample_is_lost_to_a_server_without_log_probs(
-    lake: str, tmp_path: Path, how: str
+    lake: str, staging: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "staging").mkdir()
-    with FakeServer(lake, tmp_path / "staging", head=None) as server:
-        setattr(server, how, True)
-        driver, canaries = drive(lake, server, 1.0)
-        assert driver.captured == len(LENGTHS) and not driver.failed and not driver.refused
-    assert canaries.recorded == 0
-    assert len(server.log_probs_from) == (3 if how == "break_log_probs" else 1)
-    assert driver.retried == (3 if how == "break_log_probs" else 0)
+    with FakeServer(lake, staging) as server:
+        setattr(server, how, how != "tells")
+        report = run(lake, server)
+    assert report.complete and report.captured == len(LENGTHS) and not report.missing
+    assert recorded(lake) == 0 and len(server.log_probs_from) == (1 if how == "tells" else 3)
+    assert sum("no more canaries" in m for m in caplog.messages) == 1
+
+
+def test_none_are_sent_where_they_are_not_wanted(lake: str, staging: Path, tmp_path: Path) -> None:
+    with FakeServer(lake, staging, head=HEAD) as server:
+        assert run(lake, server, 0.0).complete and not server.log_probs_from
+    bare = hslake.create(tmp_path / "bare", streams=[2, 4], hidden_size=HIDDEN, num_layers=8)
+    plan_files(bare.url, [tmp_path / "plan.parquet"])
+    (tmp_path / "other").mkdir()
+    with FakeServer(bare.url, tmp_path / "other") as server:
+        assert run(bare.url, server).complete and not server.log_probs_from
 
 
 def test_what_the_server_goes_on_from_is_not_what_it_stores(
-    lake: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lake: str, model: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = fakeserver.states_of
     monkeypatch.setattr(fakeserver, "states_of", lambda *a: np.roll(true(*a), 1, axis=1))
-    (tmp_path / "staging").mkdir()
-    with FakeServer(lake, tmp_path / "staging", head=HEAD) as server:
-        drive(lake, server, 1.0)
-        compact(lake, [tmp_path / "staging"])
+    with FakeServer(lake, staging, head=HEAD) as server:
+        run(lake, server)
+        compact(lake, [staging])
     report = canary(lake, model)
-    assert len(report.by_sample()) == report.samples
+    assert report.samples and len(report.by_sample()) == report.samples

@@ -65,7 +65,7 @@ def staging(tmp_path: Path) -> Path:
 
 
 def look(lake: str, staging: Path, model: Path | None, head: np.ndarray | None) -> PreflightReport:
-    with FakeServer(lake, staging, head=head) as server:
+    with FakeServer(lake, staging, head=head, tells=head is not None) as server:
         return preflight(lake, [server.url], staging=[staging], model=model)
 
 
