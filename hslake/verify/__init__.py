@@ -30,7 +30,7 @@ from hslake.verify.report import CANARY, LEVELS, Damage, VerifyReport
 from hslake.verify.states import Looked, look
 from hslake.verify.stored import digest_differs
 
-__all__ = ["LEVELS", "Damage", "VerifyReport", "hide", "verify"]
+__all__ = ["CANARY", "LEVELS", "Damage", "VerifyReport", "hide", "verify"]
 
 _INDEX_BYTES = 64 << 20
 
@@ -57,8 +57,8 @@ def verify(
     relied on. Raises Unavailable, and hides nothing, when the store or this machine refuses. Level
     canary also raises what `verify.canary.compare` does.
     """
-    if level not in LEVELS:
-        raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
+    if level not in (*LEVELS, CANARY):
+        raise InvalidInput(f"--level {level!r}: expected one of {', '.join((*LEVELS, CANARY))}")
     if model is not None and level != CANARY:
         raise InvalidInput(f"--model is of --level {CANARY}, found --level {level}: leave it out")
     begun = time.monotonic()

@@ -77,9 +77,9 @@ def compare(
     """Compare the lake's canaries with its rows, and add what is found to `report`.
 
     `sample`: so many canaries only, chosen by md5 of the sample ids; `where`: SQL over `samples`.
-    Holds the log-probs, some 400 MB and 100 MB a thread. Raises InvalidInput (no `final` stream or
-    model, another model, a bad condition), Missing (no canary to compare), Unsupported (an LM
-    head that cannot be applied: then nothing was judged).
+    Holds the log-probs, twice `_ROW_BYTES` and 100 MB a thread. Raises InvalidInput (no `final`
+    stream or model, another model, a bad condition), Missing (no canary to compare), Unsupported
+    (an LM head that cannot be applied: then nothing was judged).
     """
     head, sure = _head(lake, model, report)
     canaries, unlike = _select(lake, sample, where)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from hslake.verify.agreement import Agreement
 
-CANARY = "canary"
-LEVELS = ("manifest", "checksum", "full", CANARY)
+LEVELS = ("manifest", "checksum", "full")  # of what is stored, each finding more
+CANARY = "canary"  # of what was captured
 
 
 @dataclass(frozen=True)
