@@ -112,7 +112,7 @@ class Run:
         view = await self._look(first.statuses)
         del first  # with every event of staging
         self.notes = RunNotes(lake.store, self._standing)
-        if lake.spec.has_final and self.options.canary_share:  # nothing else is compared
+        if self.extras is None and lake.spec.has_final and self.options.canary_share:
             self.extras = Canaries(self.options.canary_share, self.notes.log)
         self.notes.begin(self.options.told())
         self.notes.allowed(view.listing.missing.only(self.lifted))
