@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hslake.canary import SHARE, check_share
 from hslake.drive import Limits
 from hslake.errors import InvalidInput
 
@@ -18,8 +19,8 @@ class ExtractOptions:
     lengths); `shard`: "i/n", the i-th (from 1) of n shares by md5 of the sample id; `limit`:
     samples to ask for in this call; `staging`: staging folders on this machine that also tell what
     is captured (of servers that have ended); `until_complete`: stay until all is committed;
-    `retry_refused`: ask again for what earlier runs recorded as refused; `limits`: bounds and
-    times.
+    `retry_refused`: ask again for what earlier runs recorded as refused; `canary_share`: of the
+    requests, which also ask for log-probs (`hslake.canary`); `limits`: bounds and times.
     """
 
     where: str | None = None
@@ -30,11 +31,13 @@ class ExtractOptions:
     shard: str | None = None
     until_complete: bool = False
     retry_refused: bool = False
+    canary_share: float = SHARE
 
     def __post_init__(self) -> None:
         for what, value in (("concurrency", self.limits.requests), ("limit", self.limit)):
             if value is not None and value < 1:
                 raise InvalidInput(f"--{what}: found {value}, expected at least 1")
+        check_share(self.canary_share)
         if self.shard is not None:
             parse_shard(self.shard)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hslake
 from hslake import runlog
+from hslake.canary import Canaries
 from hslake.compact.trouble import told
 from hslake.drive import Driver, Extras
 from hslake.errors import (
@@ -111,6 +112,8 @@ class Run:
         view = await self._look(first.statuses)
         del first  # with every event of staging
         self.notes = RunNotes(lake.store, self._standing)
+        if self.extras is None and lake.spec.has_final and self.options.canary_share:
+            self.extras = Canaries(self.options.canary_share, self.notes.log)
         self.notes.begin(self.options.told())
         self.notes.allowed(view.listing.missing.only(self.lifted))
         try:

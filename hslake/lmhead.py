@@ -4,7 +4,9 @@ It is what tells whether stored `final` rows are the ones that the server itself
 log-probs of the prompt's own tokens, made from the rows and the head, must be the server's.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ _UNKNOWN = (
     "dim_model_base",
 )
 _BLOCK_BYTES = 16 << 20  # of widened head rows at a time
+_TILE_BYTES = 32 << 20  # of logits at a time, for each thread
 
 
 class Unsupported(InvalidInput):
@@ -87,7 +90,8 @@ class LmHead:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Per row: the log-prob of its target, and the largest absolute logit. float64 [rows]."""
+    """Log-probs of the targets, in their shape, and the largest absolute logit of each row [n].
+    float64."""
 
     values: np.ndarray
     peaks: np.ndarray
@@ -194,42 +198,91 @@ def next_log_probs(
     targets: np.ndarray,
     dtype: str,
     tell: Callable[[float], None] = lambda done: None,
+    threads: int | None = None,
 ) -> LogProbs:
-    """Log-probs of `targets` [n] after the `final` rows float32 [n, hidden].
+    """Log-probs of `targets` [n] or [n, k] after the `final` rows float32 [n, hidden].
 
-    `dtype`: the server's, to which it casts the head. Holds about 100 MB whatever the vocabulary;
-    `tell` hears the share that is done. Raises Unsupported when rows or targets do not fit.
+    `dtype`: the server's, to which it casts the head. The head is read once, block by block, on
+    `threads` (default: one a core). Holds `rows` (twice for float32), and some 100 MB and 100 MB a
+    thread, whatever the vocabulary; `tell` hears the share that is done. Raises Unsupported when
+    rows or targets do not fit.
     """
-    if rows.shape != (len(targets), head.weight.shape[1]):
+    if rows.ndim != 2 or rows.shape != (len(targets), head.weight.shape[1]):
         raise Unsupported(
             f"{head.weight.file}: {head.weight.name} is {list(head.weight.shape)}, the rows have "
             f"hidden size {rows.shape[-1]}: another model's"
         )
-    if len(targets) and not 0 <= targets.min() <= targets.max() < head.vocab:
+    if targets.size and not 0 <= targets.min() <= targets.max() < head.vocab:
         raise Unsupported(f"token {targets.max()} is outside the head's vocabulary of {head.vocab}")
     # What the server rounds to 24 bits is to be judged with more.
     wide = np.dtype(np.float64 if dtype == "float32" else np.float32)
-    left: np.ndarray = rows.astype(wide)
+    sums = _Sums(rows.astype(wide, copy=False), targets.reshape(len(targets), -1))
     block = max(1, _BLOCK_BYTES // (wide.itemsize * rows.shape[1]))
-    peak, top = np.zeros(len(rows)), np.full(len(rows), -np.inf)
-    total, chosen = np.zeros(len(rows)), np.zeros(len(rows))
-    for at in range(0, head.vocab, block):
-        end = min(head.vocab, at + block)
-        weight: np.ndarray = _served(head.weight.rows(at, end), dtype).astype(wide, copy=False)
-        logits = (left @ weight.T).astype(np.float64)
-        if head.bias is not None:
-            logits += _served(head.bias.rows(at, end), dtype)
-        logits *= head.scale
-        peak = np.maximum(peak, np.abs(logits).max(axis=1))  # before the cap, which shrinks errors
+    tile = max(1, _TILE_BYTES // (wide.itemsize * min(block, head.vocab)))
+    tiles = [slice(at, at + tile) for at in range(0, len(rows), tile)]
+    places = [(at, min(head.vocab, at + block)) for at in range(0, head.vocab, block)]
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        # One block is read while the one before it is at work.
+        coming = pool.submit(_block, head, *places[0], dtype, wide)
+        for n, (at, end) in enumerate(places):
+            weight, bias = coming.result()
+            if n + 1 < len(places):
+                coming = pool.submit(_block, head, *places[n + 1], dtype, wide)
+
+            def add(
+                some: slice, w: np.ndarray = weight, b: np.ndarray | None = bias, at: int = at
+            ) -> None:
+                sums.add(head, some, w, b, at)
+
+            for _ in pool.map(add, tiles):
+                pass
+            tell(end / head.vocab)
+    found = sums.chosen - (sums.top + np.log(sums.total))[:, None]
+    return LogProbs(found.reshape(targets.shape), sums.peak)
+
+
+def _block(
+    head: LmHead, at: int, end: int, dtype: str, wide: np.dtype
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows [at, end) of weight and bias as a server of `dtype` holds them."""
+    found = [_served(t, at, end, dtype) for t in (head.weight, head.bias) if t is not None]
+    return found[0].astype(wide, copy=False), found[1] if len(found) > 1 else None
+
+
+class _Sums:
+    """The softmax of many rows, taken in block by block of the vocabulary."""
+
+    def __init__(self, rows: np.ndarray, targets: np.ndarray) -> None:
+        n = len(rows)
+        self.rows, self.targets = rows, targets  # [n, hidden], [n, k]
+        self.peak, self.top = np.zeros(n), np.full(n, -np.inf)
+        self.total, self.chosen = np.zeros(n), np.zeros(targets.shape)
+
+    def add(
+        self, head: LmHead, some: slice, weight: np.ndarray, bias: np.ndarray | None, at: int
+    ) -> None:
+        """The logits of the rows `some` for the tokens from `at` on. Slices do not overlap, so
+        threads may add them side by side."""
+        logits = self.rows[some] @ weight.T
+        if bias is not None:
+            logits += bias
+        if head.scale != 1.0:
+            logits *= head.scale
+        # Before the cap, which shrinks errors.
+        largest = np.maximum(logits.max(axis=1), -logits.min(axis=1))
+        self.peak[some] = np.maximum(self.peak[some], largest)
         if head.softcap:
             logits = head.softcap * np.tanh(logits / head.softcap)
+        here = (self.targets[some] >= at) & (self.targets[some] < at + len(weight))
+        which, place = np.nonzero(here)
+        self.chosen[some][which, place] = logits[which, self.targets[some][which, place] - at]
+        top = self.top[some]
         highest = np.maximum(top, logits.max(axis=1))
-        total = total * np.exp(top - highest) + np.exp(logits - highest[:, None]).sum(axis=1)
-        top = highest
-        here = np.flatnonzero((targets >= at) & (targets < end))
-        chosen[here] = logits[here, targets[here] - at]
-        tell(end / head.vocab)
-    return LogProbs(chosen - top - np.log(total), peak)
+        logits -= highest[:, None].astype(logits.dtype)
+        np.exp(logits, out=logits)
+        more = logits.sum(axis=1, dtype=np.float64)
+        self.total[some] = self.total[some] * np.exp(top - highest) + more
+        self.top[some] = highest
 
 
 def tolerance(dtype: str, peaks: np.ndarray) -> np.ndarray:
@@ -243,8 +296,11 @@ def tolerance(dtype: str, peaks: np.ndarray) -> np.ndarray:
     return 2 * half_unit * peaks + floor
 
 
-def _served(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as a server of `dtype` holds them, in float32."""
+def _served(tensor: Tensor, start: int, stop: int, dtype: str) -> np.ndarray:
+    """Rows [start, stop) of a tensor as a server of `dtype` holds them, in float32."""
+    values = tensor.rows(start, stop)
+    if dtype == tensor.dtype:
+        return values
     if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
     if dtype != "bfloat16":

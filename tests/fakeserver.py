@@ -52,14 +52,19 @@ class FakeServer:
         idle_s: float = 5.0,
         script: Script = lambda rid, nth: "ok",
         head: np.ndarray | None = None,
+        tells: bool = True,
         refuse_log_probs: bool = False,
     ) -> None:
         self.spec = hslake.open(lake_url).spec
         self.staging, self.part_tokens, self.max_parts = staging, part_tokens, max_parts
         self.context, self.chunk, self.delay, self.script = context, chunk, delay, script
         self.idle_s = idle_s
-        self.head = head  # [vocab, hidden] float32: gives log-probs of prompts
+        # [vocab, hidden] float32: gives log-probs of prompts; without, they are made up
+        self.head, self.tells = head, tells
         self.refuse_log_probs = refuse_log_probs
+        self.log_probs_from: list[int] = []  # where each request for log-probs began
+        self.break_log_probs = False  # HTTP 500 to whoever asks for them
+        self._canaries = self.most_canaries = 0  # such requests that are, or were, here at once
         self.requests: list[RequestId] = []
         self.captured: Counter[str] = Counter()
         self.aborted: list[str] = []
@@ -198,24 +203,34 @@ class FakeServer:
         raw, ids = body["rid"], body["input_ids"]
         if self.context is not None and len(ids) >= self.context:
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        if self.refuse_log_probs and body.get("return_logprob"):
-            return web.json_response({"error": {"message": "no log-probs here"}}, status=400)
+        asked = body.get("logprob_start_len", -1) if body.get("return_logprob") else None
+        if asked is not None:
+            self.log_probs_from.append(asked)
+            if self.refuse_log_probs:
+                told = {"error": {"message": "no log-probs here"}}
+                return web.json_response(told, status=400)
+            if self.break_log_probs:
+                return web.json_response({"error": {"message": "CUDA error"}}, status=500)
         rid = parse_request_id(raw)
         self._open[raw] = request
         self.most_open = max(self.most_open, len(self._open))
+        self._canaries += asked is not None
+        self.most_canaries = max(self.most_canaries, self._canaries)
         try:
-            return await self._serve(rid, ids, bool(body.get("return_logprob")))
+            return await self._serve(rid, ids, asked)
         finally:
+            self._canaries -= asked is not None
             self._open.pop(raw, None)
             self._not_begun.pop(raw, None)
 
     async def _serve(
-        self, rid: RequestId | None, ids: list[int], logprobs: bool = False
+        self, rid: RequestId | None, ids: list[int], log_probs_from: int | None = None
     ) -> web.Response:
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
         answer: dict[str, Any] = {"text": "", "meta_info": meta}
-        if logprobs and self.head is not None:
-            meta["input_token_logprobs"] = self._log_probs(ids, self.head)
+        if log_probs_from is not None and self.tells:
+            told = self._log_probs(ids)[log_probs_from:]
+            meta["input_token_logprobs"] = [[None, *told[0][1:]], *told[1:]]
         if rid is None:
             return web.json_response(answer)
         nth = sum(r.sample_id == rid.sample_id for r in self.requests)
@@ -241,11 +256,13 @@ class FakeServer:
             return web.json_response({"error": {"message": "detokenizer died"}}, status=500)
         return web.json_response(answer)
 
-    def _log_probs(self, ids: list[int], head: np.ndarray) -> list[list[Any]]:
+    def _log_probs(self, ids: list[int]) -> list[list[Any]]:
         """As SGLang gives them: [log-prob, token, text], the first without a log-prob."""
+        if self.head is None:
+            return [[-1.0, i, None] for i in ids]
         final = _served_states(self.spec, ids)[self.spec.streams.index("final")]
         rows = checksum.to_float32(final, self.spec.dtype).astype(np.float64)
-        values = log_probs(rows[:-1] @ head.T.astype(np.float64), ids[1:]).tolist()
+        values = log_probs(rows[:-1] @ self.head.T.astype(np.float64), ids[1:]).tolist()
         return [[v, i, None] for v, i in zip([None, *values], ids, strict=True)]
 
     def _watch_credit(self, rid: RequestId) -> None:

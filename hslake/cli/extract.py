@@ -31,6 +31,7 @@ Servers = Annotated[
     "hslake extract LAKE --server http://localhost:30000 --until-complete --patience 7200",
     "hslake extract LAKE --server http://b:30000 --shard 2/4   # 1/4, 3/4, 4/4 on other machines",
     "hslake extract LAKE --server http://localhost:30000 --retry-refused",
+    "hslake extract LAKE --server http://localhost:30000 --canary-share 0.05",
 )
 def extract(
     lake: Lake,
@@ -82,6 +83,16 @@ def extract(
     retry_refused: Annotated[
         bool, typer.Option(help="Ask again for what servers refused in earlier runs.")
     ] = False,
+    canary_share: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the requests that also ask for log-probs of the prompt's last 64 tokens, one "
+            "at a time from each server; `verify --level canary` compares them with what is "
+            "stored.",
+        ),
+    ] = 0.01,
+    no_canary: Annotated[bool, typer.Option("--no-canary", help="As --canary-share 0.")] = False,
     json: Json = False,
 ) -> None:
     """Drive servers until every planned sample is captured.
@@ -103,6 +114,7 @@ def extract(
         shard=shard,
         until_complete=until_complete,
         retry_refused=retry_refused,
+        canary_share=0.0 if no_canary else canary_share,
         limits=Limits(requests=concurrency, tokens=max_tokens, tries=tries, patience=patience),
     )
     report = hslake.extract.extract(lake, server, options, progress=Progress)

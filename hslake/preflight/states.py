@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
+from hslake.canary import prompt_log_probs
 from hslake.checks import Check, failed, passed, warned
 from hslake.checksum import sample_checksum, to_float32
 from hslake.errors import HslakeError
@@ -117,19 +117,3 @@ def check_log_probs(
     return passed(
         name, f"{text}{allowed[worst]:.2g} is allowed in {spec.dtype}; mean {off.mean():.2g}"
     )
-
-
-def prompt_log_probs(answer: Any, ids: Sequence[int]) -> np.ndarray | None:
-    """The server's log-prob of ids[1], ids[2], … given what precedes each, float64 [n - 1].
-
-    None when the answer does not tell all of them, of these tokens.
-    """
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    told = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-    if not isinstance(told, list) or len(told) != len(ids):
-        return None
-    try:  # [log-prob, token, text] each; the first has no log-prob
-        values = [float(t[0]) for t in told[1:]]
-        return np.array(values) if [t[1] for t in told] == list(ids) else None
-    except (TypeError, ValueError, IndexError, KeyError):
-        return None

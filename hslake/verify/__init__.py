@@ -3,12 +3,14 @@
 Levels: `manifest` looks at rows, also beside the plan's, and at the objects that the store lists,
 beside the inventories; `checksum` hashes every stored object too, without decoding; `full` decodes
 every sample and computes again what its row says of it, and hashes the objects that hold no states.
+`canary` looks at what was captured: servers' log-probs of a few samples beside their `final` rows.
 docs/verify.md says what each of them finds.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hslake import manifest
@@ -20,15 +22,15 @@ from hslake.segment.layout import HIDDEN
 from hslake.segment.read import SegmentReader
 from hslake.tables import catalog
 from hslake.tables.logcheck import log_differs
-from hslake.verify import anomalies, objects, rows, tables
+from hslake.verify import anomalies, canary, objects, rows, tables
 from hslake.verify.objects import Problem, Segment
 from hslake.verify.pool import ordered, threads_for
 from hslake.verify.quarantine import hide
-from hslake.verify.report import LEVELS, Damage, VerifyReport
+from hslake.verify.report import CANARY, LEVELS, Damage, VerifyReport
 from hslake.verify.states import Looked, look
 from hslake.verify.stored import digest_differs
 
-__all__ = ["LEVELS", "Damage", "VerifyReport", "hide", "verify"]
+__all__ = ["CANARY", "LEVELS", "Damage", "VerifyReport", "hide", "verify"]
 
 _INDEX_BYTES = 64 << 20
 
@@ -41,22 +43,52 @@ def verify(
     quarantine: bool = False,
     progress: Bar | None = None,
     threads: int | None = None,
+    model: str | Path | None = None,
 ) -> VerifyReport:
     """Check the lake's live samples; with `quarantine`, hide the damaged ones from the manifest.
 
     `sample`: look at that many samples only, chosen by md5 of their ids; `where`: SQL over
-    `samples`; `threads`: default one a core. Holds, beside the rows and one bit a planned token,
-    some 30 MB a thread.
+    `samples`; `threads`: default one a core; `model`: of level canary, the folder of the model.
+    Holds, beside the rows and one bit a planned token, some 30 MB a thread (level canary:
+    `verify.canary.compare`).
 
     Raises InvalidInput for an unknown level or a condition that DuckDB refuses or no sample meets,
     Corrupt when a file of the manifest or the plan itself is damaged: nothing it says could be
-    relied on. Raises Unavailable, and hides nothing, when the store or this machine refuses.
+    relied on. Raises Unavailable, and hides nothing, when the store or this machine refuses. Level
+    canary also raises what `verify.canary.compare` does.
     """
-    if level not in LEVELS:
-        raise InvalidInput(f"--level {level!r}: expected one of {', '.join(LEVELS)}")
+    if level not in (*LEVELS, CANARY):
+        raise InvalidInput(f"--level {level!r}: expected one of {', '.join((*LEVELS, CANARY))}")
+    if model is not None and level != CANARY:
+        raise InvalidInput(f"--model is of --level {CANARY}, found --level {level}: leave it out")
     begun = time.monotonic()
     lake = open_lake(lake_url)
     report = VerifyReport(level)
+    count = threads or threads_for(lake.store.is_local)
+    if level == CANARY:
+        canary.compare(lake, model, sample, where, report, progress, count)
+    else:
+        _stored(lake, level, sample, where, quarantine, report, progress, count)
+    if report.damage:
+        _forget_removed(lake, report)
+    if quarantine and report.damage:
+        sure = {(d.segment_id, s): d.what for d in report.damage if d.sure for s in d.sample_ids}
+        report.quarantined = hide(lake, sure) if sure else 0
+    report.seconds = round(time.monotonic() - begun, 3)
+    return report
+
+
+def _stored(
+    lake: Lake,
+    level: str,
+    sample: int | None,
+    where: str | None,
+    quarantine: bool,
+    report: VerifyReport,
+    progress: Bar | None,
+    count: int,
+) -> None:
+    """Every level but canary: add what is found to `report`."""
     for table in filter(None, (lake.manifest_table(), lake.plan_table(), lake.runs_table())):
         table.check(table.digested())  # the others, page by page
         report.damage += [Damage("", what, ()) for what in log_differs(table)]
@@ -80,20 +112,12 @@ def verify(
         named = rows.named_segments(con)
     finally:
         con.close()
-    count = threads or threads_for(lake.store.is_local)
     with ThreadPoolExecutor(count) as pool:
         try:
             _objects(lake, groups, named, masks, level, quarantine, report, progress, pool, count)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if report.damage:
-        _forget_removed(lake, report)
-    if quarantine and report.damage:
-        sure = {(d.segment_id, s): d.what for d in report.damage if d.sure for s in d.sample_ids}
-        report.quarantined = hide(lake, sure) if sure else 0
-    report.seconds = round(time.monotonic() - begun, 3)
-    return report
 
 
 def _forget_removed(lake: Lake, report: VerifyReport) -> None:

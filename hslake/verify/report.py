@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
-LEVELS = ("manifest", "checksum", "full")
+from hslake.verify.agreement import Agreement
+
+LEVELS = ("manifest", "checksum", "full")  # of what is stored, each finding more
+CANARY = "canary"  # of what was captured
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What was looked at and what was found. `warnings` may be harmless."""
+    """What was looked at and what was found. `warnings` may be harmless; `agreement` is of level
+    canary, at which `samples` are canaries and `tokens` their positions."""
 
     level: str
     samples: int = 0
@@ -36,6 +40,7 @@ class VerifyReport:
     warnings: list[str] = field(default_factory=list)
     anomalies: dict[str, int] = field(default_factory=dict)
     quarantined: int = 0
+    agreement: Agreement | None = None
 
     @property
     def ok(self) -> bool:

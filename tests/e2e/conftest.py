@@ -21,6 +21,7 @@ from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
+from hslake.canary import SHARE
 from hslake.drive import Limits
 from hslake.extract import ExtractOptions, extract
 from hslake.extractreport import ExtractReport
@@ -147,10 +148,12 @@ def set_stage(
     return Stage(lake, staging, server)
 
 
-def capture_all(stage: Stage, *, where: str | None = None, **limits: Any) -> ExtractReport:
+def capture_all(
+    stage: Stage, *, where: str | None = None, canaries: float = SHARE, **limits: Any
+) -> ExtractReport:
     """`hslake extract` on the stage's server. What interrupts it interrupts the tests too."""
     try:
-        options = ExtractOptions(where=where, limits=Limits(**limits))
+        options = ExtractOptions(where=where, limits=Limits(**limits), canary_share=canaries)
         report = extract(stage.lake, [stage.url], options)
     finally:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # extract has had its own

@@ -18,6 +18,7 @@ from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.lake import Lake
 from hslake.staging import read_part, scan
 from hslake.streams import draft_ids
+from hslake.verify import verify
 from tests.e2e import client
 from tests.e2e.conftest import Stage, capture_all, plain_server, set_stage
 from tests.e2e.reference import States, assert_same_states, reference_states, row_errors
@@ -48,7 +49,8 @@ def stage(
         client.generate(made.url, talk[0], rid="hslake.somebody.else")
         made.facts["status before"] = client.get(made.url + "/hslake/status")
         made.facts["aborted"] = _abort_and_send_again(made.url, spec.lake8)
-        capture_all(made, requests=CONCURRENCY)
+        # Canaries among the others: their rows are compared with the truth like all rows.
+        capture_all(made, requests=CONCURRENCY, canaries=1.0)
         made.facts["status after"] = client.get(made.url + "/hslake/status")
         made.facts["compact"] = compact(made.lake, [made.staging])
         made.facts["alive"] = made.server.alive()
@@ -128,6 +130,13 @@ def test_all_samples_are_there_once_with_the_plans_tokens(
     assert set(rows) == expected and len(rows) == len(expected)
     (source,) = lake.sql("select source from samples where sample_id = 'B3-001'").fetchall()
     assert source == ("B3",)
+
+
+def test_canaries_agree_far_within_the_tolerance(lake: Lake, model_dir: Path) -> None:
+    report = verify(lake.url, "canary", model=model_dir)
+    assert report.ok and report.samples >= 2 and report.agreement is not None
+    assert report.agreement.figures.max_off is not None
+    assert report.agreement.figures.max_off < 1e-4
 
 
 def test_other_traffic_left_nothing_in_staging(stage: Stage) -> None:

@@ -65,7 +65,7 @@ def staging(tmp_path: Path) -> Path:
 
 
 def look(lake: str, staging: Path, model: Path | None, head: np.ndarray | None) -> PreflightReport:
-    with FakeServer(lake, staging, head=head) as server:
+    with FakeServer(lake, staging, head=head, tells=head is not None) as server:
         return preflight(lake, [server.url], staging=[staging], model=model)
 
 
@@ -192,7 +192,12 @@ def test_answers_without_all_log_probs() -> None:
     assert found is not None and found.tolist() == [-1.5, -2.5]
     assert prompt_log_probs(answer, [5, 6, 8]) is None  # of other tokens
     assert prompt_log_probs(answer, [5, 6, 7, 8]) is None
-    for bad in (None, {}, {"meta_info": {"input_token_logprobs": [[None, 5], [None, 6]]}}):
+    # SGLang tells NaN as null, and the vocabulary's last token as 0.
+    odd = prompt_log_probs(
+        {"meta_info": {"input_token_logprobs": [[None, 0], [None, 6]]}}, [49151, 6]
+    )
+    assert odd is not None and np.isnan(odd).tolist() == [True]
+    for bad in (None, {}, {"meta_info": {"input_token_logprobs": [[None, 5], ["x", 6]]}}):
         assert prompt_log_probs(bad, [5, 6]) is None
 
 
