@@ -228,8 +228,8 @@ def here(share: float) -> dict[str, float]:
 
 def drive(lake: str, url: str, concurrency: int) -> None:
     """The whole `extract`; prints what was measured."""
-    from hslake.drive import Limits
     from hslake.extract import ExtractOptions, extract
+    from hslake.extract.drive import Limits
 
     marks = Marks(1, "")
     begun = here(0)

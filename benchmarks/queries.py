@@ -36,9 +36,9 @@ sys.path.insert(0, str(ROOT))
 
 import hslake  # noqa: E402
 from hslake import query  # noqa: E402
+from hslake.extract.worklist import worklist  # noqa: E402
 from hslake.spec import CHUNK_TOKENS  # noqa: E402
 from hslake.tables import catalog  # noqa: E402
-from hslake.worklist import worklist  # noqa: E402
 
 STREAMS = 4
 VOCAB = 163_840

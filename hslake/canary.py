@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hslake.errors import InvalidInput
-from hslake.items import Item
+from hslake.extract.items import Item
 
 log = logging.getLogger("hslake.extract")
 
@@ -52,7 +52,7 @@ class _Of:
 
 
 class Canaries:
-    """Makes a share of a run's requests canaries: see `hslake.drive.Extras`. `share`: 0 to 1.
+    """Makes a share (0 to 1) of a run's requests canaries: see `hslake.extract.drive.Extras`.
 
     Whatever a server does about log-probs, the sample itself is asked for as ever: refusals and
     missing answers only end the canaries of that server, with one warning.

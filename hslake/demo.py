@@ -154,8 +154,8 @@ def _through_server(
     """Serve, preflight, extract. The server stops before the machine's cores are needed again."""
     from hslake_sglang.process import ServerProcess
 
-    from hslake.drive import Limits
     from hslake.extract import ExtractOptions, extract
+    from hslake.extract.drive import Limits
     from hslake.preflight import preflight
 
     cpu_server = _example("examples.sglang_cpu.cpu_server")

@@ -12,11 +12,11 @@ import pytest
 import hslake
 from hslake.canary import POSITIONS, Canaries, first_position, prompt_log_probs
 from hslake.compact import compact
-from hslake.drive import Limits
 from hslake.errors import InvalidInput
 from hslake.extract import ExtractOptions, ExtractReport, extract
+from hslake.extract.drive import Limits
+from hslake.extract.items import Item
 from hslake.ids import token_hash
-from hslake.items import Item
 from hslake.plan import plan_files
 from hslake.verify import VerifyReport, verify
 from tests import fakeserver

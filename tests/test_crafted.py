@@ -80,7 +80,7 @@ def test_a_server_that_tells_the_same_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_lake(tmp_path, lengths=[5])
-    monkeypatch.setattr("hslake.serverstatus.EVENTS_A_CALL", 1)
+    monkeypatch.setattr("hslake.server.status.EVENTS_A_CALL", 1)
 
     (name,) = made.plan([10])
     truth = made.samples[name]

@@ -11,6 +11,7 @@ import hslake
 from hslake import manifest
 from hslake.compact import compact
 from hslake.errors import CheckFailed, Corrupt, InvalidInput, Missing
+from hslake.extract.worklist import worklist
 from hslake.lake import Lake
 from hslake.pins import pin, pins
 from hslake.plan import plan_files
@@ -19,7 +20,6 @@ from hslake.tables import catalog
 from hslake.verify import verify
 from hslake.versions import delete, log, vacuum
 from hslake.versions.deletion import DeleteReport
-from hslake.worklist import worklist
 from tests.lakes import MadeLake, damage_sample, make_lake
 
 

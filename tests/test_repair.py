@@ -12,12 +12,12 @@ import pytest
 import hslake
 from hslake.compact import compact
 from hslake.errors import Conflict, Corrupt
+from hslake.extract.worklist import worklist
 from hslake.pins import pin, read_pins, unpin
 from hslake.staging.locks import try_lock
 from hslake.tables import catalog, deltalog
 from hslake.verify import verify
 from hslake.versions import log, repair
-from hslake.worklist import worklist
 from tests.lakes import MadeLake, make_lake
 
 

@@ -9,7 +9,7 @@ from hslake.cli.common import INTERRUPTED, Json, Lake, examples, note, print_jso
 from hslake.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from hslake.extractreport import ExtractReport
+    from hslake.extract.report import ExtractReport
 
 Servers = Annotated[
     list[str],
@@ -103,7 +103,7 @@ def extract(
     code is 1. What a server refuses twice as wrong is recorded and left out by later runs.
     """
     import hslake.extract
-    from hslake.drive import Limits
+    from hslake.extract.drive import Limits
     from hslake.progress import Progress
 
     options = hslake.extract.ExtractOptions(

@@ -67,7 +67,7 @@ def preflight(
     --watch` running. Exits 1 on no-go; every warning and failure says what to do.
     """
     import hslake.preflight
-    from hslake.drive import Limits
+    from hslake.extract.drive import Limits
     from hslake.progress import Progress
 
     if not 0 <= burst < float("inf"):

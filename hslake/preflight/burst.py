@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hslake.drive import Driver, Limits
+from hslake.extract.drive import Driver, Limits
+from hslake.extract.worklist import Item
 from hslake.ids import PROBE_PREFIX
 from hslake.preflight.probe import SOURCE, probe_id
 from hslake.server import Server, ServerStatus
 from hslake.spec import LakeSpec
 from hslake.staging import scan
 from hslake.staging.folder import COMPACT_LOCK, LOCK
-from hslake.worklist import Item
 
 SHARE = 0.25  # of the free rows that a burst may leave filled behind it
 _SHARE_BESIDE = 0.5  # of the free rows at any time, with a compactor that frees them

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from hslake.checks import Check, failed, passed, warned
-from hslake.drive import Limits
 from hslake.errors import HslakeError
+from hslake.extract.drive import Limits
+from hslake.extract.worklist import Worklist
 from hslake.lake import Lake
 from hslake.preflight import pace as paces
 from hslake.preflight.burst import SHARE, Burst
@@ -16,7 +17,6 @@ from hslake.preflight.server import parts_of, tokens_in_flight
 from hslake.preflight.target import bytes_left
 from hslake.server import ServerStatus
 from hslake.units import format_bytes, format_span
-from hslake.worklist import Worklist
 
 
 def burst_check(burst: Burst, listing: Worklist, compactor: bool, reach: int, rows: int) -> Check:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hslake.extract.worklist import Item, Worklist, read_ids
 from hslake.lake import Lake
-from hslake.worklist import Item, Worklist, read_ids
 
 PROBE_TOKENS = 10
 ALONE_TOKENS = 256  # of the prompt that is sent alone and among others

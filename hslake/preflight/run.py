@@ -7,8 +7,9 @@ from pathlib import Path
 
 import hslake
 from hslake.checks import FAIL, Check, failed, passed, warned
-from hslake.drive import Limits
 from hslake.errors import HslakeError, InvalidInput, without_secrets
+from hslake.extract.drive import Limits
+from hslake.extract.worklist import Worklist, worklist
 from hslake.fingerprint import check_fingerprint, model_fingerprint
 from hslake.lake import Lake
 from hslake.lmhead import LmHead, find_head
@@ -23,7 +24,6 @@ from hslake.preflight.staging import check_staging
 from hslake.preflight.target import check_free_space, check_lake, check_plan, check_target
 from hslake.progress import Bar, ProgressMaker, Silent
 from hslake.server import Server, ServerStatus, new_session
-from hslake.worklist import Worklist, worklist
 
 _BURST = "burst"
 

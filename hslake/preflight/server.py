@@ -7,8 +7,10 @@ from pathlib import Path
 
 import hslake
 from hslake.checks import FAIL, Check, failed, passed, warned
-from hslake.drive import Limits
 from hslake.errors import HslakeError
+from hslake.extract.drive import Limits
+from hslake.extract.slot import unfit
+from hslake.extract.worklist import Item
 from hslake.lmhead import LmHead
 from hslake.preflight.invariance import NAME as INVARIANCE
 from hslake.preflight.invariance import check_invariance
@@ -16,10 +18,8 @@ from hslake.preflight.probe import Probe, Rows, capture, fetch
 from hslake.preflight.prompts import Prompts
 from hslake.preflight.states import check_log_probs, check_states, check_structure
 from hslake.server import API_KEY, NotLetIn, Server, ServerDown, ServerStatus, context_limit
-from hslake.slot import unfit
 from hslake.spec import LakeSpec
 from hslake.units import format_bytes
-from hslake.worklist import Item
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from hslake import query
 from hslake.checks import Check, failed, passed, warned
 from hslake.errors import HslakeError
+from hslake.extract.worklist import Worklist
 from hslake.lake import Lake
 from hslake.units import format_bytes
-from hslake.worklist import Worklist
 
 _SPARE = 1.1  # of the forecast
 

@@ -13,7 +13,6 @@ import aiohttp
 
 from hslake.errors import HslakeError
 from hslake.ids import PROBE_PREFIX
-from hslake.listeners import server_at
 from hslake.rates import Meter
 from hslake.server import (
     CAPTURED,
@@ -24,6 +23,7 @@ from hslake.server import (
     new_session,
     parse_status,
 )
+from hslake.server.listeners import server_at
 from hslake.staging import StatusReader
 
 _RATE_S = 60.0  # over which the rate of a server is taken

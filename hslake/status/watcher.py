@@ -10,9 +10,10 @@ from typing import Self
 
 import hslake
 from hslake.errors import HslakeError, without_secrets
+from hslake.extract.slot import unfit
+from hslake.extract.worklist import held_attempts, of_lake
 from hslake.rates import average, estimate
 from hslake.server import ServerStatus
-from hslake.slot import unfit
 from hslake.staging.check import check_roots
 from hslake.status import work
 from hslake.status.bottleneck import Scene, bottleneck, needs
@@ -30,7 +31,6 @@ from hslake.status.report import (
     WriterState,
 )
 from hslake.views import SAME, VIEWS
-from hslake.worklist import held_attempts, of_lake
 
 
 class Watcher:

@@ -17,6 +17,7 @@ import torch
 
 import hslake
 from hslake.errors import Corrupt, InvalidInput, Missing, NoSpace
+from hslake.extract.worklist import Item, read_ids, waiting_samples, worklist
 from hslake.fingerprint import check_model, model_fingerprint
 from hslake.ids import RequestId, new_attempt
 from hslake.lake import Lake
@@ -27,7 +28,6 @@ from hslake.staging.check import check_apart, check_roots
 from hslake.streams import FINAL
 from hslake.torch.collate import TORCH_DTYPES, bits
 from hslake.torch_checksum import digest
-from hslake.worklist import Item, read_ids, waiting_samples, worklist
 
 PART_BYTES = 256 << 20
 BLOCK = 256  # samples whose token ids are read at once

@@ -16,21 +16,28 @@ import numpy as np
 
 import hslake
 from hslake.errors import CheckFailed, InvalidInput, Missing, without_secrets
+from hslake.extract.slot import unfit
+from hslake.extract.tokenfile import TokenFile
+from hslake.extract.worklist import (
+    Item,
+    captured_attempts,
+    of_lake,
+    read_ids,
+    waiting_samples,
+    worklist,
+)
 from hslake.lake import Lake
-from hslake.listeners import server_at
 from hslake.preflight.burst import compactor_seen, probes
 from hslake.preflight.probe import SOURCE
 from hslake.progress import ProgressMaker, Silent
 from hslake.server import Server, ServerDown, ServerStatus, new_session, whole_status
-from hslake.slot import unfit
+from hslake.server.listeners import server_at
 from hslake.staging.check import check_roots
 from hslake.status import local_statuses
-from hslake.tokenfile import TokenFile
 from hslake.tune.advice import commands, group_of, warnings
 from hslake.tune.bursts import Bursts
 from hslake.tune.report import Group, Trial, TuneReport
 from hslake.tune.search import FIRST, MOST, search
-from hslake.worklist import Item, captured_attempts, of_lake, read_ids, waiting_samples, worklist
 
 _ITEMS = 16_384  # planned samples, at most, that a tune may capture
 _FEW = 64  # with fewer left to capture, probes are used

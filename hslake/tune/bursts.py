@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from hslake.drive import Driver, Limits
+from hslake.extract.drive import Driver, Limits
+from hslake.extract.slot import Slot
+from hslake.extract.worklist import Item
 from hslake.server import Server
-from hslake.slot import Slot
 from hslake.spec import LakeSpec
 from hslake.tune.report import Trial
-from hslake.worklist import Item
 
 _LOOK_S = 0.05
 _LONGER = 3.0  # times as long a burst may take, until enough was captured

@@ -18,8 +18,8 @@ from hslake.compact.listen import Listener, parse_address
 from hslake.compactreport import CompactReport
 from hslake.errors import InvalidInput
 from hslake.extract import ExtractOptions, extract
-from hslake.listeners import merged, server_at
 from hslake.server import ServerDown, new_session, parse_status, whole_status
+from hslake.server.listeners import merged, server_at
 from tests.fakeserver import FakeServer
 from tests.lakes import MadeLake, make_lake
 

@@ -22,9 +22,9 @@ from hslake_sglang.process import ServerProcess, free_port
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
 from hslake.canary import SHARE
-from hslake.drive import Limits
 from hslake.extract import ExtractOptions, extract
-from hslake.extractreport import ExtractReport
+from hslake.extract.drive import Limits
+from hslake.extract.report import ExtractReport
 from hslake.plan import plan_files
 
 CHUNK = 32

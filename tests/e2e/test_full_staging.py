@@ -19,8 +19,8 @@ import pytest
 
 import hslake
 from hslake.compact import compact
-from hslake.drive import Limits
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.drive import Limits
 from hslake.ids import RequestId, new_attempt, token_hash
 from hslake.verify import verify
 from tests.e2e import client

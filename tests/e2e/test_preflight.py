@@ -19,8 +19,8 @@ import pytest
 import hslake
 from hslake.checks import FAIL, PASS, Check
 from hslake.compact import compact
-from hslake.drive import Limits
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.drive import Limits
 from hslake.lmhead import find_head
 from hslake.plan import plan_files
 from hslake.preflight import PreflightReport, preflight

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession
 
-from hslake.drive import Driver, Limits
 from hslake.errors import Missing, NoSpace
-from hslake.items import Item, Items
+from hslake.extract.drive import Driver, Limits
+from hslake.extract.items import Item, Items
+from hslake.extract.pace import Pace
+from hslake.extract.reach import Reach
+from hslake.extract.tokenfile import TokenFile
+from hslake.extract.worklist import worklist
 from hslake.lake import Lake
-from hslake.pace import Pace
-from hslake.reach import Reach
 from hslake.server import Server
-from hslake.tokenfile import TokenFile
-from hslake.worklist import worklist
 from tests.extract.world import World
 
 
@@ -142,10 +142,10 @@ async def test_extras_are_sent_and_answered(world: World) -> None:
 
     import asyncio
 
-    from hslake.extractrun import Run
-    from hslake.listeners import server_at
+    from hslake.extract.run import Run
     from hslake.progress import Silent
     from hslake.server import new_session
+    from hslake.server.listeners import server_at
     from tests.extract.world import FAST, ExtractOptions
 
     with world.serve(part_tokens=16_384, refuse_log_probs=True) as server:

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 import hslake
+from hslake.extract.refusals import EARLIER, HINT, RECORDED
 from hslake.ids import RequestId, parse_request_id
-from hslake.refusals import EARLIER, HINT, RECORDED
 from tests.extract.world import FAST, World, make_world
 
 

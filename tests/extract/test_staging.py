@@ -8,11 +8,11 @@ import pytest
 import hslake
 from hslake.compact import compact
 from hslake.errors import InvalidInput, Missing
+from hslake.extract.worklist import captured_attempts
 from hslake.ids import RequestId
 from hslake.staging import read_part, read_status, scan
 from hslake.status import local_statuses
 from hslake.verify import hide
-from hslake.worklist import captured_attempts
 from tests.extract.world import FAST, World, make_world
 
 
@@ -121,7 +121,7 @@ def test_a_quarantined_sample_is_asked_for_again(world: World) -> None:
 
 def test_events_come_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hslake.staging.status._MAX_EVENTS", 7)
-    monkeypatch.setattr("hslake.serverstatus.EVENTS_A_CALL", 7)
+    monkeypatch.setattr("hslake.server.status.EVENTS_A_CALL", 7)
     with world.serve(part_tokens=16_384) as server:
         assert world.extract(server).complete
         assert world.extract(server).captured == 0  # all pages are read before anything is sent

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import hslake
-from hslake import extractlook, extractrun, query
+from hslake import query
 from hslake.errors import Conflict, Corrupt, InvalidInput, Unavailable
-from hslake.extract import ExtractOptions, extract_async
+from hslake.extract import ExtractOptions, extract_async, look, run
 from hslake.runlog import RunLog
 from tests.extract.world import FAST, World, wait_until
 
@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, errors: list[Exception], after: int
             raise errors.pop(0)
         return real(url)
 
-    monkeypatch.setattr(extractrun.hslake, "open", flaky)
+    monkeypatch.setattr(run.hslake, "open", flaky)
     return opened
 
 
@@ -43,7 +43,7 @@ def test_what_may_mend_between_passes_is_waited_for(
 ) -> None:
     errors = [Unavailable("the store is down"), Conflict("again"), OSError(5, "I/O error")]
     failing(monkeypatch, errors, after=3)
-    monkeypatch.setattr(extractlook, "_PAUSE_MAX_S", 0.1)
+    monkeypatch.setattr(look, "_PAUSE_MAX_S", 0.1)
     with world.serve(part_tokens=16_384) as server:
         report = world.extract(server)
         assert report.complete and report.captured == 60 and not errors
@@ -55,7 +55,7 @@ def test_what_may_mend_between_passes_is_waited_for(
 
 def test_patience_with_a_store_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, [Unavailable("the store is down")] * 1000, after=3)
-    monkeypatch.setattr(extractlook, "_PAUSE_MAX_S", 0.1)
+    monkeypatch.setattr(look, "_PAUSE_MAX_S", 0.1)
     with world.serve(part_tokens=16_384) as server:
         with pytest.raises(Unavailable, match="the store is down"):
             world.extract(server, limits=replace(FAST, patience=0.5))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hslake.compact import compact
-from hslake.extractrun import Run
+from hslake.extract.run import Run
 from hslake.ids import RequestId
 from hslake.staging import read_part, scan
 from tests.extract.world import FAST, World, make_world, wait_until

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import hslake
-from hslake.extractreport import LOST
+from hslake.extract.report import LOST
+from hslake.extract.whereabouts import Places, Whereabouts
+from hslake.extract.worklist import captured_attempts
 from hslake.status import local_statuses
-from hslake.whereabouts import Places, Whereabouts
-from hslake.worklist import captured_attempts
 from tests.extract.world import FAST, World, wait_until
 from tests.fakeserver import FakeServer
 

@@ -10,8 +10,9 @@ import numpy as np
 
 import hslake
 from hslake.compact import compact
-from hslake.drive import Limits
-from hslake.extract import ExtractOptions, ExtractReport, extract
+from hslake.extract import ExtractOptions, extract
+from hslake.extract.drive import Limits
+from hslake.extract.report import ExtractReport
 from hslake.ids import RequestId
 from tests.fakeserver import FakeServer, states_of
 from tests.lakes import MadeLake, random_states

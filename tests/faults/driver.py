@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 import hslake
 from hslake.compact import compact
 from hslake.errors import Missing
+from hslake.extract.whereabouts import Places, Whereabouts
+from hslake.extract.worklist import captured_attempts, of_lake, worklist
 from hslake.ids import RequestId, new_attempt
 from hslake.server import CAPTURED, ServerStatus, parse_status
 from hslake.staging import StatusReader
 from hslake.status import local_statuses
-from hslake.whereabouts import Places, Whereabouts
-from hslake.worklist import captured_attempts, of_lake, worklist
 from tests.faults.children import Child
 from tests.faults.hook import Hook, capture
 from tests.faults.world import World, length_of

@@ -28,8 +28,8 @@ from hslake_sglang.process import free_port
 
 import hslake
 from hslake.compact import compact
+from hslake.extract.worklist import worklist
 from hslake.plan import plan_files
-from hslake.worklist import worklist
 from tests.sim.audit import Audit, audit
 from tests.sim.fleet import Process, empty, sim_server
 from tests.sim.fleet import hslake as command

@@ -18,8 +18,9 @@ import hslake
 from hslake.checks import FAIL, PASS, WARN, Check
 from hslake.cli import app
 from hslake.compact import compact
-from hslake.drive import Limits
 from hslake.extract import extract
+from hslake.extract.drive import Limits
+from hslake.extract.worklist import worklist
 from hslake.ids import PROBE_PREFIX, RequestId
 from hslake.plan import plan_files
 from hslake.preflight import Pace, PreflightReport, preflight, probe
@@ -35,7 +36,6 @@ from hslake.staging.locks import try_lock
 from hslake.staging.part import READ_LOCK
 from hslake.status import local_statuses
 from hslake.store import Store
-from hslake.worklist import worklist
 from tests.fakeserver import FakeServer
 
 LENGTHS = [40, 190, 7, 60, 33, 120]

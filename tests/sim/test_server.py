@@ -15,8 +15,8 @@ from deltalake import DeltaTable, write_deltalake
 
 import hslake
 from hslake.compact import compact
-from hslake.drive import Limits
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.drive import Limits
 from hslake.ids import RequestId, new_attempt
 from hslake.staging import scan
 from hslake.staging.part import SEALED

@@ -15,9 +15,9 @@ import hslake
 from hslake.compact import compact
 from hslake.compact.listen import Listener
 from hslake.compactreport import CompactReport
-from hslake.drive import Limits
 from hslake.errors import Missing
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.drive import Limits
 from hslake.plan import plan_files
 from hslake.preflight import preflight
 from hslake.runlog import TABLE, RunLog

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from hslake import query
 from hslake.errors import HslakeError, Missing, NoSpace
-from hslake.items import Item, Items
+from hslake.extract.items import Item, Items
 from hslake.lake import Lake
 from hslake.store import refusal
 

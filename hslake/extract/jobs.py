@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hslake.items import Item
+from hslake.extract.items import Item
 
 BLOCK = 1024  # samples whose token ids are read at once
 _LOOK_AHEAD = 64  # how far a server looks for a sample that it can take

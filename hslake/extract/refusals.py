@@ -8,7 +8,7 @@ are no exception: servers that refuse one request in ten have a trouble of their
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hslake.items import Item
+from hslake.extract.items import Item
 
 _CAPTURED_EACH = 10  # samples that were captured for each that was refused
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hslake.errors import reason
-from hslake.items import Items
-from hslake.refusals import Refusal
+from hslake.extract.items import Items
+from hslake.extract.refusals import Refusal
 from hslake.runlog import Figures, RunLog
 from hslake.store import Store
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hslake.errors import CheckFailed, InvalidInput, Missing
+from hslake.extract.slot import unfit
+from hslake.extract.worklist import of_lake
 from hslake.server import Server, ServerDown, ServerStatus, whole_status
-from hslake.slot import unfit
 from hslake.status import local_statuses
-from hslake.worklist import of_lake
 
 _PAUSE_MAX_S = 60.0
 _LATER_S = 300.0  # after so long without an error, one is a new trouble

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hslake import query
 from hslake.errors import InvalidInput
-from hslake.items import Item, Items
+from hslake.extract.items import Item, Items
 from hslake.lake import Lake
 from hslake.server import ServerStatus
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hslake.items import Items
+from hslake.extract.items import Items
+from hslake.extract.worklist import committed_attempts, held_attempts
 from hslake.lake import Lake
 from hslake.server import ServerStatus, WriterStatus
-from hslake.worklist import committed_attempts, held_attempts
 
 
 @dataclass(frozen=True)

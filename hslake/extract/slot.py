@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hslake.extract.jobs import Job
+from hslake.extract.pace import Pace
+from hslake.extract.reach import Reach, reach_of
 from hslake.ids import RequestId
-from hslake.jobs import Job
-from hslake.pace import Pace
-from hslake.reach import Reach, reach_of
 from hslake.server import (
     RequestFailed,
     RequestRefused,
@@ -24,7 +24,7 @@ from hslake.server import (
 )
 
 if TYPE_CHECKING:
-    from hslake.drive import Driver
+    from hslake.extract.drive import Driver
 
 log = logging.getLogger("hslake.extract")
 

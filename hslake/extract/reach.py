@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hslake.items import Item
+from hslake.extract.items import Item
 from hslake.server import Server, ServerStatus, context_limit
 
 _ASK_S = 5.0  # for what a server says of itself, before work begins

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hslake.canary import SHARE, check_share
-from hslake.drive import Limits
 from hslake.errors import InvalidInput
+from hslake.extract.drive import Limits
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import hslake
 from hslake import runlog
 from hslake.canary import Canaries
 from hslake.compact.trouble import told
-from hslake.drive import Driver, Extras
 from hslake.errors import (
     Conflict,
     InvalidInput,
@@ -24,27 +23,28 @@ from hslake.errors import (
     reason,
     without_secrets,
 )
-from hslake.extractlook import Trouble, all_statuses, first_look
-from hslake.extractoptions import ExtractOptions, parse_shard
-from hslake.extractreport import INTERRUPTED, ExtractReport, ServerUse, Tally, make_report
-from hslake.items import Item, Items
-from hslake.lake import Lake
-from hslake.progress import ProgressMaker
-from hslake.reach import Reach, ask_reach, name_long
-from hslake.refusals import EARLIER, HINT, RECORDED, Refusal, to_record
-from hslake.runlog import Figures
-from hslake.runnotes import RunNotes
-from hslake.server import Server, ServerStatus
-from hslake.slot import not_answered
-from hslake.staging.check import check_roots
-from hslake.tokenfile import TokenFile
-from hslake.whereabouts import Places, Whereabouts
-from hslake.worklist import (
+from hslake.extract.drive import Driver, Extras
+from hslake.extract.items import Item, Items
+from hslake.extract.look import Trouble, all_statuses, first_look
+from hslake.extract.notes import RunNotes
+from hslake.extract.options import ExtractOptions, parse_shard
+from hslake.extract.reach import Reach, ask_reach, name_long
+from hslake.extract.refusals import EARLIER, HINT, RECORDED, Refusal, to_record
+from hslake.extract.report import INTERRUPTED, ExtractReport, ServerUse, Tally, make_report
+from hslake.extract.slot import not_answered
+from hslake.extract.tokenfile import TokenFile
+from hslake.extract.whereabouts import Places, Whereabouts
+from hslake.extract.worklist import (
     Worklist,
     captured_attempts,
     committed_attempts,
     worklist,
 )
+from hslake.lake import Lake
+from hslake.progress import ProgressMaker
+from hslake.runlog import Figures
+from hslake.server import Server, ServerStatus
+from hslake.staging.check import check_roots
 
 log = logging.getLogger("hslake.extract")
 
@@ -67,7 +67,7 @@ class View:
 
 
 class Run:
-    """Use once: `await all()`. `extras`: see `hslake.drive.Extras`."""
+    """Use once: `await all()`. `extras`: see `hslake.extract.drive.Extras`."""
 
     extras: Extras | None = None
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from hslake import runlog
 
 if TYPE_CHECKING:
-    from hslake.drive import Driver
-    from hslake.extractoptions import ExtractOptions
-    from hslake.extractrun import View
-    from hslake.slot import Slot
+    from hslake.extract.drive import Driver
+    from hslake.extract.options import ExtractOptions
+    from hslake.extract.run import View
+    from hslake.extract.slot import Slot
 
 INTERRUPTED = "interrupted"
 LIMITED = "beyond --limit"

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hslake.extract.items import Item, Items
+from hslake.extract.jobs import Job, JobQueue
+from hslake.extract.reach import Reach
+from hslake.extract.refusals import Refusal
+from hslake.extract.slot import Flight, Slot
 from hslake.ids import RequestId, new_attempt
-from hslake.items import Item, Items
-from hslake.jobs import Job, JobQueue
-from hslake.reach import Reach
-from hslake.refusals import Refusal
 from hslake.server import CAPTURED, Event, RequestRefused, Server
-from hslake.slot import Flight, Slot
 
 log = logging.getLogger("hslake.extract")
 

@@ -17,7 +17,7 @@ import orjson
 
 from hslake.errors import Conflict, InvalidInput, without_secrets
 from hslake.ids import RequestId
-from hslake.serverstatus import (
+from hslake.server.status import (
     CAPTURED,
     DROPPED,
     Event,

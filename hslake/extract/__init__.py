@@ -9,17 +9,19 @@ the lake's run log.
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hslake.errors import InvalidInput
-from hslake.extractoptions import ExtractOptions
-from hslake.extractreport import ExtractReport
-from hslake.extractrun import Run
-from hslake.listeners import server_at
+from hslake.extract.options import ExtractOptions
 from hslake.progress import ProgressMaker, Silent
 from hslake.server import new_session
+from hslake.server.listeners import server_at
 from hslake.signals import stopping
 
-__all__ = ["ExtractOptions", "ExtractReport", "extract", "extract_async"]
+if TYPE_CHECKING:
+    from hslake.extract.report import ExtractReport
+
+__all__ = ["ExtractOptions", "extract", "extract_async"]
 
 
 def extract(
@@ -28,11 +30,11 @@ def extract(
     options: ExtractOptions = ExtractOptions(),
     *,
     progress: ProgressMaker = Silent,
-) -> ExtractReport:
+) -> "ExtractReport":
     """Capture what is planned and neither committed nor waiting in staging.
 
     `servers`: URLs of servers started with `hslake serve`, each with the listeners of its further
-    machines behind commas (`hslake.listeners`). Ctrl-C and SIGTERM end the call early
+    machines behind commas (`hslake.server.listeners`). Ctrl-C and SIGTERM end the call early
     with `interrupted` set; a second one ends it at once.
 
     Raises InvalidInput (bad SQL, another lake's server or staging), Missing (no lake, no plan, no
@@ -41,7 +43,7 @@ def extract(
     or not for as long as patience lasts). An incomplete run is a report, not an error.
     """
 
-    async def main() -> ExtractReport:
+    async def main() -> "ExtractReport":
         stop = asyncio.Event()
         with stopping(stop):
             return await extract_async(lake_url, servers, options, progress=progress, stop=stop)
@@ -56,8 +58,10 @@ async def extract_async(
     *,
     progress: ProgressMaker = Silent,
     stop: asyncio.Event | None = None,
-) -> ExtractReport:
+) -> "ExtractReport":
     """`extract` inside a running event loop. `stop`, once set, ends it early."""
+    from hslake.extract.run import Run  # not above: it needs what needs this package's lists
+
     if not servers:
         raise InvalidInput("no server given: name at least one with --server http://HOST:PORT")
     limits = options.limits
