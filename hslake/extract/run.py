@@ -15,6 +15,7 @@ from hslake import runlog
 from hslake.canary import Canaries
 from hslake.compact.trouble import told
 from hslake.errors import (
+    CheckFailed,
     Conflict,
     InvalidInput,
     Missing,
@@ -25,7 +26,7 @@ from hslake.errors import (
 )
 from hslake.extract.drive import Driver, Extras
 from hslake.extract.items import Item, Items
-from hslake.extract.look import Trouble, all_statuses, first_look
+from hslake.extract.look import FirstLook, Trouble, all_statuses, first_look
 from hslake.extract.notes import RunNotes
 from hslake.extract.options import ExtractOptions, parse_shard
 from hslake.extract.reach import Reach, ask_reach, name_long
@@ -106,7 +107,7 @@ class Run:
         """The whole call."""
         lake = await asyncio.to_thread(hslake.open, self.lake_url)
         await asyncio.to_thread(check_roots, self.options.staging, lake.spec)
-        first = await first_look(self.servers, self.options.staging, lake.spec.lake_id)
+        first = await self._first_look(lake.spec.lake_id)
         self.ready = first.ready
         self.reach = await ask_reach(self.ready, self.stop)
         view = await self._look(first.statuses)
@@ -124,6 +125,22 @@ class Run:
             raise
         await self.notes.end(report.outcome, report.message)
         return report
+
+    async def _first_look(self, lake_id: str) -> FirstLook:
+        """With --until-complete it waits for a server, which may still be starting."""
+        trouble = Trouble(self.options.limits.patience)
+        told = False
+        while True:
+            try:
+                return await first_look(self.servers, self.options.staging, lake_id)
+            except (Missing, CheckFailed) as error:
+                if not self.options.until_complete or self.stop.is_set():
+                    raise
+                pause = trouble.met(error)
+                if not told:
+                    log.warning("waiting for a server: %s", error)
+                told = True
+            await self._sleep(pause)
 
     async def _passes(self, lake_id: str, view: View | None) -> ExtractReport:
         trouble = Trouble(self.options.limits.patience)

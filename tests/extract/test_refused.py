@@ -100,7 +100,7 @@ def test_a_refusal_is_recorded_left_out_and_lifted(world: World) -> None:
         assert len(server.requests) == asked and not again.passed
         assert list(again.missing) == [f"{EARLIER}: HTTP 400: bad tokens ({HINT})"]
         # Refused again: what it was recorded for once needs no more proof.
-        assert world.extract(server, retry_refused=True).captured == 0
+        assert world.extract(server, retry_refused=True, canary_share=0.0).captured == 0
         assert len(server.requests) == asked + 2 and refusals(world).keys() == {bad}
         actions.clear()
         assert world.extract(server).captured == 0

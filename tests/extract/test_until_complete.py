@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hslake.compact import compact
+from hslake.errors import Missing
 from hslake.extract.run import Run
 from hslake.ids import RequestId
 from hslake.staging import read_part, scan
@@ -44,6 +45,24 @@ def test_it_does_not_sleep_when_all_is_committed(
         limits = replace(FAST, backoff_max=500.0)  # what failed would be left alone for as long
         assert world.extract(server, until_complete=True, limits=limits).complete
     assert max(slept, default=0.0) < 30
+
+
+def test_it_waits_for_a_server_that_is_still_starting(
+    world: World, compacting: Compacting, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world.serve(part_tokens=2048, idle_s=0.2) as server:
+        server.stop()
+        with pytest.raises(Missing, match="no server answers"):
+            world.extract(server)
+        compacting(world)
+
+        def start_late() -> None:
+            wait_until(lambda: "waiting for a server" in caplog.text)
+            server.start()
+
+        threading.Thread(target=start_late).start()
+        assert world.extract(server, until_complete=True).complete
+    assert caplog.text.count("waiting for a server") == 1
 
 
 def test_without_a_compactor_patience_ends(world: World) -> None:
