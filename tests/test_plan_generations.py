@@ -273,3 +273,40 @@ def test_the_command_says_what_is_lost(url: str, model: str, tmp_path: Path) -> 
         ["--bad-rows", "x"],
     ):
         assert runner.invoke(app, [*call, *wrong]).exit_code == 2
+
+
+def _chat(name: str, answer: str, **more: Any) -> dict[str, Any]:
+    told = [{"role": "user", "content": "you"}, {"role": "assistant", "content": answer}]
+    return {"sample_id": name, "messages": told, **more}
+
+
+def _splits(url: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for row in planned(url, "sample_id, prompt_hash, split").values():
+        found.setdefault(row["prompt_hash"], set()).add(row["split"])
+    return found
+
+
+def test_a_new_sample_follows_the_prompt_of_a_new_generation(
+    url: str, model: str, tmp_path: Path
+) -> None:
+    """Both come in one call: where the new prompt is, the plan does not say yet."""
+    plan(url, write(tmp_path / "a.jsonl", _chat("a", "fine", split="validation")), model)
+    both = write(tmp_path / "b.jsonl", _chat("c", "how"), _chat("a", "fine"))
+    done = plan(url, both, model, template_args={"shout": True})
+    assert (done.replaced, done.added) == (1, 1)
+    assert list(_splits(url).values()) == [{"validation"}]
+
+
+@pytest.mark.parametrize("size", [5, 100])
+def test_new_pieces_stay_in_the_split_of_their_sample(
+    url: str, model: str, tmp_path: Path, size: int
+) -> None:
+    row = _chat("a", "fine how you fine how you fine how")
+    first = write(tmp_path / "a.jsonl", row | {"split": "validation"})
+    plan(url, first, model, max_length=size, over_long="split")  # the larger one leaves it whole
+    again: dict[str, Any] = {"max_length": 5, "over_long": "split", "check_splits": True}
+    file = write(tmp_path / "b.jsonl", row)
+    done = plan(url, file, model, template_args={"shout": True}, **again)
+    assert done.added and len(planned(url)) > 1
+    assert list(_splits(url).values()) == [{"validation"}]

@@ -128,11 +128,20 @@ DECIDED = """
     from compared c left join there t on t.token_hash = c.token_hash
 """
 
-# Where a prompt is already: what is planned comes before what rows say of themselves.
+# Where a prompt is already: what is planned, and its new generation, comes before what rows say of
+# themselves.
 PROMPTS = """
     with said as (
         select prompt_hash, split, 0 as turn from planned
         where prompt_hash in (select prompt_hash from decided)
+        union all
+        select prompt_hash, planned_split, 0 from decided where state = 'replaced'
+        union all
+        select h.prompt_hash, p.split, 0
+        from siblings s
+        join planned p on p.sample_id = s.planned
+        join decided h on h.n = s.n
+        where s.superseded
         union all
         select prompt_hash, split, 1 from decided where state = 'new' and split is not null
     )
