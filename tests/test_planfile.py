@@ -202,3 +202,17 @@ def test_other_list_types_and_compression(tmp_path: Path) -> None:
 def test_default_mask_and_bool_mask() -> None:
     assert check_mask(None, 3, "x").tolist() == [1, 1, 1]
     assert check_mask([True, False], 2, "x").tolist() == [1, 0]
+
+
+def test_values_that_python_cannot_hold(tmp_path: Path) -> None:
+    """Parquet's reader does not look whether text is UTF-8."""
+    offsets = np.array([0, 1, 4], np.int32)
+    text = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(b"aa\xff\xfe")]
+    )
+    days = pa.array([0, 2**30], pa.date32())
+    for column, what in ((text, "string"), (days, "date32")):
+        table = pa.table({"sample_id": column, "input_ids": [[1], [2]]})
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(InvalidInput, match=rf"a.parquet: row 2: sample_id: .* type {what}"):
+            list(plan_rows(str(tmp_path / "a.parquet")))

@@ -257,11 +257,27 @@ def _batch_rows(
         if ours in _TOKENS:
             columns[ours] = int_lists(column)
         elif ours in CHATS or ours == "tools":
-            columns[ours] = [_pruned(v) for v in column.to_pylist()]
+            columns[ours] = [_pruned(v) for v in _values(column, url, first, name)]
         else:
-            columns[ours] = column.to_pylist()
+            columns[ours] = _values(column, url, first, name)
     for i in range(batch.num_rows):
         yield {name: values[i] for name, values in columns.items()}
+
+
+def _values(column: pa.Array, url: str, first: int, name: str) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):  # bytes that are no UTF-8, days that no calendar has
+        pass
+    for i, one in enumerate(column):
+        try:
+            one.as_py()
+        except (ValueError, OverflowError) as error:
+            raise InvalidInput(
+                f"{url}: row {first + i}: {name}: a value of type {column.type} does not read: "
+                f"{error}"
+            ) from None
+    raise InvalidInput(f"{url}: row {first}: {name}: a column of {column.type} does not read")
 
 
 def _pruned(value: Any) -> Any:
