@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hslake import query
-from hslake.errors import HslakeError, InvalidInput, Missing
+from hslake.errors import HslakeError, InvalidInput, Missing, NoSpace
 from hslake.ids import token_hash
 from hslake.plan import plan_files
 from hslake.spec import ModelInfo, make_spec
@@ -248,3 +248,16 @@ def test_two_at_once(url: str, tmp_path: Path) -> None:
     ids = [r["sample_id"] for r in planned(url)]
     assert len(ids) == len(set(ids)) == 35
     assert len(failed) == 1 and "other tokens" in str(failed[0])
+
+
+def test_a_full_temporary_disk_is_named(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "Error writing bytes to file")
+
+    monkeypatch.setattr("hslake.plan.spill.pq.write_table", full)
+    file = write(tmp_path / "a.jsonl", {"sample_id": "a", "input_ids": [1]})
+    with pytest.raises(NoSpace, match=r"\(TMPDIR\), for the rows of these files: No space left"):
+        plan_files(url, [file], "A1")
+    assert not planned(url)

@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hslake.errors import InvalidInput
+from hslake.errors import InvalidInput, NoSpace
 from hslake.ids import check_source
 from hslake.plan.decide import Decision, Rules
 from hslake.plan.files import unused_columns
@@ -25,7 +25,7 @@ from hslake.plan.spill import Spill
 from hslake.plan.tokens import TextOptions, Tokenizer
 from hslake.progress import ProgressMaker, Silent
 from hslake.spec import read_spec
-from hslake.store import Store, open_store
+from hslake.store import Store, open_store, refusal
 from hslake.tables import catalog
 
 _Choice = TypeVar("_Choice", OverLong, BadRows)
@@ -70,7 +70,7 @@ def plan_files(
 
     Rows without a sample_id get `<source>-<20 hex digits>` from their text, or tokens and mask, so
     the same row has the same id in any file. Raises InvalidInput naming file, row and field,
-    Missing, or CheckFailed.
+    Missing, CheckFailed, or NoSpace (of $TMPDIR, where rows wait: 5 bytes a token).
     """
     if not files:
         raise InvalidInput(
@@ -107,7 +107,11 @@ def plan_files(
     rules = Rules(again, dedup_tokens, check_splits)
     with tempfile.TemporaryDirectory(prefix="hslake-plan-") as folder:
         spill = Spill(Path(folder))
-        prepared = prepare(named, settings, spill, progress)
+        try:
+            prepared = prepare(named, settings, spill, progress)
+        except OSError as error:  # none of the files': those are InvalidInput
+            where = f"{tempfile.gettempdir()} (TMPDIR), for the rows of these files"
+            raise refusal(where, error) or NoSpace(f"{where}: {error}") from error
         with _Commit(store, spec, spill, rules, named, prepared, dry_run) as commit:
             # The id is of this call: content decides what is new, the id only finds a lost answer.
             catalog.commit(store, "plan", commit.build, f"plan-{uuid.uuid4().hex}")
