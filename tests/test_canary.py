@@ -13,9 +13,10 @@ import hslake
 from hslake.canary import POSITIONS, Canaries, first_position, prompt_log_probs
 from hslake.compact import compact
 from hslake.errors import InvalidInput
-from hslake.extract import ExtractOptions, ExtractReport, extract
+from hslake.extract import ExtractOptions, extract
 from hslake.extract.drive import Limits
 from hslake.extract.items import Item
+from hslake.extract.report import ExtractReport
 from hslake.ids import token_hash
 from hslake.plan import plan_files
 from hslake.verify import VerifyReport, verify
