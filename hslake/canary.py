@@ -96,7 +96,8 @@ class Canaries:
             self._end(server, of, "its answer has no log-probs of the prompt")
             return
         self.recorded += 1
-        values = _values(told).astype(np.float32).tolist()
+        with np.errstate(over="ignore"):
+            values = _values(told).astype(np.float32).tolist()
         name, digest = item.sample_id, item.token_hash
         self._recorder.canary(name, digest, attempt, server, first, values)
 
@@ -139,8 +140,15 @@ def _told(answer: Any, count: int) -> list[Any] | None:
     told = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(told, list) or len(told) != count:
         return None
-    sound = all(isinstance(t, list) and len(t) >= 2 for t in told)
-    return told if sound and all(isinstance(t[0], float | int | None) for t in told) else None
+    return told if all(map(_is_sound, told)) else None
+
+
+def _is_sound(one: Any) -> bool:
+    if not isinstance(one, list) or len(one) < 2:
+        return False
+    value = one[0]
+    # An integer may have a thousand digits.
+    return isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _values(told: list[Any]) -> np.ndarray:

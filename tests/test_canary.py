@@ -145,6 +145,24 @@ def test_answers() -> None:
     assert np.isnan(rows.rows[0]["log_probs"][1])
 
 
+@pytest.mark.filterwarnings("error")
+def test_answers_of_somebody_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers that no float holds end the canaries of a server, and nothing else."""
+    rows = Told()
+    canaries = Canaries(1.0, rows)
+    for value in (10**400, -(10**30), "-1.5", [1]):
+        server, item = f"{HERE}/{value}"[:60], item_of("a", 3)
+        canaries.fields(server, item, "x")
+        told = [[None, 5, None], [value, 6, None], [-1.0, 7, None]]
+        canaries.answered(server, item, "x", {"meta_info": {"input_token_logprobs": told}})
+        assert not canaries.fields(server, item_of("b", 3), "y")
+    assert not rows.rows and len(caplog.messages) == 4
+    canaries.fields(HERE, item, "x")
+    told = [[None, 5, None], [-1e39, 6, None], [-1.0, 7, None]]
+    canaries.answered(HERE, item, "x", {"meta_info": {"input_token_logprobs": told}})
+    assert rows.rows[0]["log_probs"] == [-np.inf, -1.0]
+
+
 # -- through the driver into the lake ------------------------------------------------------------
 
 
