@@ -25,6 +25,13 @@ _TYPES: dict[str, pa.DataType] = {
     "list<int64>": pa.list_(pa.int64()),
     "list<float>": pa.list_(pa.float32()),
 }
+# To JSON Schema 4.0 is an integer, and 10**30 is one that comes out of fast parsers as a float.
+_Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+    ),
+)
 _validators: dict[tuple[str, str], Any] = {}  # by schema and definition
 
 
@@ -69,7 +76,7 @@ def validate(document: Any, name: str, where: str, definition: str = "") -> None
     key = name, definition
     if key not in _validators:  # making one takes longer than most documents
         schema = {"$ref": f"#/$defs/{definition}", "$defs": found["$defs"]} if definition else found
-        _validators[key] = jsonschema.Draft202012Validator(schema)
+        _validators[key] = _Validator(schema)
     validator = _validators[key]
     error = next(iter(sorted(validator.iter_errors(document), key=lambda e: list(e.path))), None)
     if error is not None:

@@ -1,6 +1,7 @@
 """Files and answers made to break whoever reads them."""
 
 import asyncio
+import json
 import shutil
 import uuid
 from datetime import timedelta
@@ -17,9 +18,20 @@ from hslake.errors import Corrupt
 from hslake.fingerprint import read_entries
 from hslake.gcstaging import gc_staging
 from hslake.ids import RequestId, new_attempt
+from hslake.runlog import RunLog
 from hslake.segment.layout import new_segment_id
-from hslake.server import Server, ServerDown, new_session, whole_status
+from hslake.server import (
+    RequestFailed,
+    RequestRefused,
+    Server,
+    ServerDown,
+    new_session,
+    parse_status,
+    whole_status,
+)
+from hslake.staging import read_status
 from hslake.status import local_statuses
+from hslake.store import open_store
 from hslake.verify import verify
 from hslake.versions import delete, vacuum
 from hslake.versions.repairing import repair
@@ -98,6 +110,53 @@ def test_a_server_that_tells_the_same_for_ever(
     assert isinstance(found, ServerDown) and "tells events again" in str(found)
 
 
+def test_a_server_that_has_more_and_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+
+    async def call(self: Server, *args: Any) -> tuple[int, bytes]:
+        await asyncio.sleep(0)
+        document = read_status(made.staging)
+        document["writers"][0]["events"] = []
+        document |= {"others": [], "others_more": True}
+        return 200, json.dumps(document).encode()
+
+    async def ask() -> Any:
+        async with new_session() as session:
+            return await asyncio.wait_for(whole_status(Server("http://here:1", session)), 20)
+
+    made.stage(made.plan([10]))
+    monkeypatch.setattr(Server, "_get_or_post", call)
+    found = asyncio.run(ask())
+    assert isinstance(found, ServerDown) and "more events wait, and tells" in str(found)
+
+
+@pytest.mark.parametrize("value", [4.0, 1e30, 10**30, True, -1])
+def test_a_status_with_figures_that_are_none(tmp_path: Path, value: object) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    made.stage(made.plan([10]))
+    for field in ("free_rows", "capacity_rows", "largest_reservation", "cursor"):
+        document = read_status(made.staging)
+        document["writers"][0][field] = value
+        with pytest.raises(ServerDown, match=field):
+            parse_status(document, "here")
+
+
+def test_room_of_a_writer_that_says_it_has_a_billion_parts(tmp_path: Path) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    made.stage(made.plan([10]))
+    document = read_status(made.staging)
+    rows = 2**50
+    document["writers"][0] |= {"free_rows": rows, "capacity_rows": rows, "largest_reservation": 1,
+                               "parts": [], "alive": True, "armed": True}  # fmt: skip
+    (writer,) = parse_status(document, "here").writers
+    assert writer.room(1) == 1  # parts of one row: nobody knows where what is on its way ends
+    document["writers"][0] |= {"largest_reservation": 2**20}
+    (writer,) = parse_status(document, "here").writers
+    assert writer.room(2**19) == rows // 2
+
+
 def test_verify_beside_a_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a delete moves and removes while it is looked at is not damaged."""
     made = make_lake(tmp_path, lengths=[10, 20])
@@ -162,3 +221,31 @@ def test_vacuum_on_a_lake_whose_log_lost_its_newest_entry(tmp_path: Path) -> Non
     entry.write_bytes(kept)
     assert made.lake.read(name).input_ids.tolist() == made.samples[name].input_ids
     assert verify(made.url).ok
+
+
+@pytest.mark.parametrize("status", [400, 500, 200])
+def test_a_message_that_no_table_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Of a server: it goes into the run log, which a lone surrogate would block for good."""
+    said = "\ud800 \x1b[31mred\n" + "x" * 10_000
+    answer: dict[str, Any] = {"error": {"message": said}}
+    if status == 200:
+        answer = {"meta_info": {"finish_reason": {"type": "abort", "message": said}}}
+
+    async def call(self: Server, *args: Any, **options: Any) -> tuple[int, bytes]:
+        return status, json.dumps(answer).encode()
+
+    async def ask() -> None:
+        async with new_session() as session:
+            await Server("http://here:1", session).generate(
+                RequestId("0" * 8, "abcd", 1, "A", "a"), [1]
+            )
+
+    monkeypatch.setattr(Server, "_call", call)
+    with pytest.raises((RequestRefused, RequestFailed), match="\ufffd \ufffd\\[31mred x") as found:
+        asyncio.run(ask())
+    log = RunLog(open_store(make_lake(tmp_path, lengths=[5]).url))
+    log.refuse("a", "0" * 32, str(found.value), "http://here:1")
+    log.flush()
+    assert not log.kept and len(str(found.value)) < 400

@@ -195,6 +195,11 @@ class Server:
                 f"{self.url}{STATUS_PATH}: it tells events again that it has told, "
                 "whatever `since` says: is a proxy with a cache in between? Name the server itself"
             )
+        if found.more and not any(w.events for w in found.everyone):
+            raise ServerDown(
+                f"{self.url}{STATUS_PATH}: it says that more events wait, and tells none: use the "
+                "same hslake here and in the server's environment"
+            )
         return found
 
     async def _get_or_post(
@@ -268,7 +273,8 @@ def _finished(answer: Any) -> Any:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and reason.get("type") == "abort":
-        raise RequestFailed(f"aborted by the server: {reason.get('message') or 'no reason given'}")
+        why = _shown(reason.get("message") or "no reason given")
+        raise RequestFailed(f"aborted by the server: {why}")
     return answer
 
 
@@ -292,5 +298,10 @@ def _message(text: bytes) -> str:
         shown = error.get("message", shown) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError, RecursionError):
         pass
-    shown = " ".join(str(shown).split())
-    return shown[:_BODY_SHOWN] or "no message"
+    return _shown(shown) or "no message"
+
+
+def _shown(told: Any) -> str:
+    """The beginning on one line, without what a terminal would obey or no file can hold."""
+    line = " ".join(str(told)[: 4 * _BODY_SHOWN].split())[:_BODY_SHOWN]
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)

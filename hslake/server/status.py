@@ -89,12 +89,14 @@ class WriterStatus:
         if not (self.alive and self.armed):
             return 0
         bins = [p.rows - p.reserved for p in self.parts if p.state == "open"]
-        size = self.largest_reservation
+        size, unborn = self.largest_reservation, 0  # parts that are not there yet
         if size > 0:
-            bins += [size] * (self.capacity_rows // size - len(self.parts))
-        if sum(bins) != self.free_rows:  # a writer that counts in another way: believe its total
-            bins = [self.free_rows]
-        return max(max(bins, default=0), sum(b - longest for b in bins if b > longest))
+            unborn = max(0, self.capacity_rows // size - len(self.parts))
+        if sum(bins) + size * unborn != self.free_rows:
+            bins, unborn = [self.free_rows], 0  # it counts in another way: believe its total
+        most = max([*bins, *([size] if unborn else [])], default=0)
+        whole = sum(b - longest for b in bins if b > longest) + unborn * max(0, size - longest)
+        return max(most, whole)
 
 
 _PLAIN = [f.name for f in fields(WriterStatus) if f.name not in ("parts", "events", "root")]
