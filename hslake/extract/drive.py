@@ -86,6 +86,7 @@ class Driver:
         self.refused: dict[str, str] = {}  # sample id -> why it is not asked for again
         self.failed: dict[str, str] = {}  # sample id -> the last error, after all tries
         self.refusals: list[Refusal] = []  # those of `refused` that a server has spoken
+        self.forgiven = 0  # captured after having been refused
         self.extras = extras
         self._said: dict[str, str] = {}  # of many equal reasons one object
         self.stopped: str | None = None  # why the run ended early
@@ -187,8 +188,12 @@ class Driver:
         """(the next job for `slot` if it `fits`, whether one waits for room). Refuses on the way
         what no server can take."""
         best = max((s.reach for s in self.slots), key=lambda r: r.tokens)
+
+        def not_mine(job: Job) -> bool:
+            return slot.server.url in job.refusers and self._others(job)
+
         while True:
-            job = self.queue.take(time.monotonic(), slot.reach.tokens, best.tokens)
+            job = self.queue.take(time.monotonic(), slot.reach.tokens, best.tokens, not_mine)
             if job is None:
                 return None, False
             if job.length > best.tokens:
@@ -236,6 +241,7 @@ class Driver:
             self.captured_tokens += job.length
             slot.captured += 1
             slot.tokens += job.length
+            self.forgiven += job.blamed
             self._finish(job)
             self._on_captured(job.item, writer)
         elif mine:
@@ -257,13 +263,22 @@ class Driver:
             self.again(job, reason, counts=False)
             return
         job.refusals += 1
+        job.refusers = (*job.refusers, server)
+        job.blamed |= error.lasting
         if job.done or job.queued or job.flights:
             return
-        if job.refusals >= _REFUSALS:
+        if job.refusals >= _REFUSALS and not self._others(job):
             self.refusals.append(Refusal(job.item, reason, server, error.lasting))
             self.refuse(job, f"refused by the server: {reason}")
         else:
             self.again(job, reason)
+
+    def _others(self, job: Job) -> bool:
+        """Whether a second server is to be heard about a sample that one has refused."""
+        return len(set(job.refusers)) == 1 and any(
+            s.up and s.server.url not in job.refusers and job.length <= s.reach.tokens
+            for s in self.slots
+        )
 
     def again(self, job: Job, reason: str, *, counts: bool = True) -> None:
         """Ask for `job` again later, or give it up after too many failures."""

@@ -24,6 +24,8 @@ class Job:
     attempts: list[str] = field(default_factory=list)  # every attempt id it was sent under
     failures: int = 0  # that count against the limit
     refusals: int = 0
+    refusers: tuple[str, ...] = ()  # the servers that did
+    blamed: bool = False  # one of them for a reason that would lie in the sample
     bare: bool = False  # to be sent without further fields: with them it was refused
     waits: int = 0  # how often it was put back, for the back-off
     flights: int = 0  # requests now on their way
@@ -85,12 +87,19 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._ready) + len(self._retries)
 
-    def take(self, now: float, longest: int, refused: int) -> Job | None:
+    def take(
+        self,
+        now: float,
+        longest: int,
+        refused: int,
+        not_mine: Callable[[Job], bool] = lambda job: False,
+    ) -> Job | None:
         """The next job of at most `longest` tokens, or of more than `refused`: retries that are
-        due first, then fresh ones. What lies between is another server's to take."""
+        due first, then fresh ones. What lies between, or is `not_mine`, is another server's to
+        take."""
 
         def mine(job: Job) -> bool:
-            return job.length <= longest or job.length > refused
+            return (job.length <= longest or job.length > refused) and not not_mine(job)
 
         job = self._take_retry(now, mine)
         if job is None and len(self._retries) < _MOST_RETRIES:

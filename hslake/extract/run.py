@@ -98,6 +98,7 @@ class Run:
         self.tally = Tally()
         self.driver: Driver | None = None  # at work now
         self.refusals: list[Refusal] = []  # by servers, in this call
+        self.forgiven = 0  # samples that a server refused, and took when asked again
         self.recorded: set[str] = set()  # of those, in the run log
         self.uses: dict[str, ServerUse] = {}
         self.view: View | None = None  # the last that there was
@@ -300,6 +301,7 @@ class Run:
             for name, why in driver.failed.items()
         }
         self.refusals += driver.refusals
+        self.forgiven += driver.forgiven
         self.stopped = driver.stopped
         if driver.captured:
             self.moved = time.monotonic()
@@ -313,7 +315,7 @@ class Run:
 
     def _record(self) -> None:
         """Tell the run log of refusals that are the samples' own fault."""
-        found = to_record(self.refusals, self.tally.captured, self.lifted)
+        found = to_record(self.refusals, self.tally.captured, self.forgiven, self.lifted)
         fresh = [one for one in found if one.item.sample_id not in self.recorded]
         self.notes.refused(fresh)
         for one in fresh:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 import hslake
+from hslake.compact import compact
 from hslake.extract.refusals import EARLIER, HINT, RECORDED
 from hslake.ids import RequestId, parse_request_id
 from tests.extract.world import FAST, World, make_world
@@ -171,3 +172,38 @@ def test_what_a_dying_server_captured_unheard_counts_and_is_within_the_limit(wor
     # The one that was asked for is there: that it was not heard is no reason to take another.
     assert report.waiting == 1 and report.passed
     assert report.message.startswith("done as far as asked: ")
+
+
+def test_a_server_that_refuses_now_and_then_condemns_no_sample(world: World) -> None:
+    """Some it refuses twice; that it took the others when asked again says what that means."""
+    names = world.names
+    times = dict.fromkeys(names[:3], 2) | dict.fromkeys(names[3:15], 1)
+
+    def script(rid: RequestId, nth: int) -> str:
+        return "refuse" if nth < times.get(rid.sample_id, 0) else "ok"
+
+    with world.serve(part_tokens=8192, script=script) as server:
+        report = world.extract(server, canary_share=0.0)
+        assert report.captured == 57 and refusals(world) == {}
+        assert list(report.missing) == ["refused by the server: HTTP 400: bad tokens"]
+        assert world.extract(server).complete
+    world.check_lake()
+
+
+def test_what_one_server_refuses_another_one_takes(world: World) -> None:
+    bad = world.names[7]
+
+    def script(rid: RequestId, nth: int) -> str:
+        return "refuse" if rid.sample_id == bad else "ok"
+
+    with (
+        world.serve(part_tokens=8192, script=lambda rid, nth: "refuse") as broken,
+        world.serve(part_tokens=8192, script=script, delay=0.02) as sound,
+    ):
+        report = world.extract(broken, sound, canary_share=0.0)
+        assert report.captured == 59 and refusals(world) == {}
+        assert [m.sample_id for m in report.missing_samples] == [bad]
+        asked = [r.sample_id for r in broken.requests]
+        assert len(asked) == len(set(asked))
+    compact(world.url, [world.staging])
+    assert hslake.open(world.url).sql("select count(*) from samples").fetchall() == [(59,)]
