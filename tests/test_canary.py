@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import hslake
-from hslake.canary import POSITIONS, Canaries, first_position, prompt_log_probs
 from hslake.compact import compact
 from hslake.errors import InvalidInput
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.canary import POSITIONS, Canaries, first_position, prompt_log_probs
 from hslake.extract.drive import Limits
 from hslake.extract.items import Item
 from hslake.extract.report import ExtractReport

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import hslake
 from hslake import checksum
-from hslake.canary import first_position
 from hslake.cli import app
 from hslake.errors import InvalidInput, Missing
+from hslake.extract.canary import first_position
 from hslake.ids import token_hash
 from hslake.lake import Lake
 from hslake.lmhead import Unsupported

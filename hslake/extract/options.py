@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hslake.canary import SHARE, check_share
 from hslake.errors import InvalidInput
+from hslake.extract.canary import SHARE, check_share
 from hslake.extract.drive import Limits
 
 
@@ -20,7 +20,7 @@ class ExtractOptions:
     samples to ask for in this call; `staging`: staging folders on this machine that also tell what
     is captured (of servers that have ended); `until_complete`: stay until all is committed;
     `retry_refused`: ask again for what earlier runs recorded as refused; `canary_share`: of the
-    requests, which also ask for log-probs (`hslake.canary`); `limits`: bounds and times.
+    requests, which also ask for log-probs (`hslake.extract.canary`); `limits`: bounds and times.
     """
 
     where: str | None = None

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import hslake
 from hslake import runlog
-from hslake.canary import Canaries
 from hslake.compact.trouble import told
 from hslake.errors import (
     CheckFailed,
@@ -24,6 +23,7 @@ from hslake.errors import (
     reason,
     without_secrets,
 )
+from hslake.extract.canary import Canaries
 from hslake.extract.drive import Driver, Extras
 from hslake.extract.items import Item, Items
 from hslake.extract.look import FirstLook, Trouble, all_statuses, first_look

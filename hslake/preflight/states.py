@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hslake.canary import prompt_log_probs
 from hslake.checks import Check, failed, passed, warned
 from hslake.checksum import sample_checksum, to_float32
 from hslake.errors import HslakeError
+from hslake.extract.canary import prompt_log_probs
 from hslake.lmhead import LmHead, next_log_probs, tolerance
 from hslake.preflight.probe import Probe, Rows
 from hslake.spec import LakeSpec

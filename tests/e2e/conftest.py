@@ -21,8 +21,8 @@ from hslake_sglang.process import ServerProcess, free_port
 
 import hslake
 from examples.sglang_cpu import cpu_server, tiny_deepseek
-from hslake.canary import SHARE
 from hslake.extract import ExtractOptions, extract
+from hslake.extract.canary import SHARE
 from hslake.extract.drive import Limits
 from hslake.extract.report import ExtractReport
 from hslake.plan import plan_files
