@@ -5,6 +5,7 @@ JSON Schema. Both are packaged with the wheel and found beside the package in an
 """
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,26 @@ _TYPES: dict[str, pa.DataType] = {
     "list<int64>": pa.list_(pa.int64()),
     "list<float>": pa.list_(pa.float32()),
 }
-# To JSON Schema 4.0 is an integer, and 10**30 is one that comes out of fast parsers as a float.
+# To JSON Schema 4.0 is an integer, and 10**30 is one that comes out of fast parsers as a float. NaN
+# is a number to Python's parser, and within any bounds.
 _Validator = jsonschema.validators.extend(
     jsonschema.Draft202012Validator,
-    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
-        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {
+            "integer": lambda _, value: _is_integer(value),
+            "number": lambda _, value: _is_number(value),
+        }
     ),
 )
 _validators: dict[tuple[str, str], Any] = {}  # by schema and definition
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def data_dir(name: str) -> Path:

@@ -143,6 +143,19 @@ def test_a_status_with_figures_that_are_none(tmp_path: Path, value: object) -> N
             parse_status(document, "here")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, -1.0, "now"])
+def test_a_status_of_a_time_that_is_none(tmp_path: Path, value: object) -> None:
+    made = make_lake(tmp_path, lengths=[5])
+    made.stage(made.plan([10]))
+    for field in ("updated_at", "committed_at"):
+        document = read_status(made.staging)
+        document["compactor"] = {"committed_at": None, "troubles": []}
+        of = document["writers"][0] if field == "updated_at" else document["compactor"]
+        of[field] = value
+        with pytest.raises(ServerDown, match=field):
+            parse_status(document, "here")
+
+
 def test_room_of_a_writer_that_says_it_has_a_billion_parts(tmp_path: Path) -> None:
     made = make_lake(tmp_path, lengths=[5])
     made.stage(made.plan([10]))

@@ -12,12 +12,14 @@ is live is compared. One at a time is on its way to a server: log-probs cost it 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from hslake.errors import InvalidInput
-from hslake.extract.items import Item
+
+if TYPE_CHECKING:
+    from hslake.extract.items import Item  # hslake.extract needs this module
 
 log = logging.getLogger("hslake.extract")
 
@@ -65,7 +67,7 @@ class Canaries:
         self._of: dict[str, _Of] = {}  # by the server's address
         self._spent: set[str] = set()  # samples whose canary came to nothing: plainly from now on
 
-    def fields(self, server: str, item: Item, attempt: str) -> Mapping[str, Any]:
+    def fields(self, server: str, item: "Item", attempt: str) -> Mapping[str, Any]:
         """What a canary asks for besides; empty for all other requests."""
         of = self._of.setdefault(server, _Of(1.0 - self.share))
         if of.off or not self.share:
@@ -78,7 +80,7 @@ class Canaries:
         of.attempt = attempt
         return {"return_logprob": True, "logprob_start_len": first_position(item.length) - 1}
 
-    def answered(self, server: str, item: Item, attempt: str, answer: Any) -> None:
+    def answered(self, server: str, item: "Item", attempt: str, answer: Any) -> None:
         """The canary has ended: with `answer`, or None when it failed or was refused."""
         of = self._of[server]
         if of.attempt == attempt:

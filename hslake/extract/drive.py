@@ -146,11 +146,14 @@ class Driver:
         """What the run waits for, when nothing was captured for `after` seconds and nothing that
         may still come is on its way."""
         up = [slot for slot in self.slots if slot.up]
-        if time.monotonic() - self._progress < after:
+        now = time.monotonic()
+        if now - self._progress < after:
             return None
-        # Requests that found no room stay on their way until they time out: no hope in them.
-        idle = not any(slot.flights for slot in self.slots) or all(slot.starved for slot in up)
-        return self._waits_for(up) if idle else None
+        # Requests that found no room stay on their way until they time out, and those that were
+        # answered long ago until nobody waits for their event any more: no hope in them.
+        flights = (f for slot in self.slots for f in slot.flights.values())
+        hope = any(f.answered is None or now - f.answered < after for f in flights)
+        return self._waits_for(up) if not hope or all(slot.starved for slot in up) else None
 
     def _now(self, up: list[Slot], flights: int, cause: str | None) -> str:
         parts = [f"{self.left:,} left", f"{flights} in flight"]

@@ -152,6 +152,16 @@ def test_a_server_that_never_captures(world: World) -> None:
         )
 
 
+def test_what_a_server_answers_and_does_not_acknowledge_is_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = replace(FAST, patience=2, stall=0.5, ack_timeout=60, request_timeout=3)
+    with world.serve(part_tokens=8192, script=lambda rid, nth: "silent") as server:
+        assert world.extract(server, limits=limits).captured == 0
+    told = [m for m in caplog.messages if m.startswith("nothing captured for")]
+    assert len(told) == 1 and "acknowledge nothing" in told[0]
+
+
 def test_what_a_dying_server_captured_unheard_counts_and_is_within_the_limit(world: World) -> None:
     server = world.serve(part_tokens=8192)
     capture = server._capture
