@@ -155,9 +155,9 @@ def open_runs(store: Store) -> catalog.TableState | None:
     try:
         return catalog.open_table(store, TABLE)
     except Missing:
-        if store.list(f"{TABLE}/{catalog.LOG}"):
-            raise  # there is one, and it does not open
-        return None
+        if not catalog.has_table(store, TABLE):
+            return None
+    return catalog.open_table(store, TABLE)  # made between the two looks, or damaged
 
 
 def _json(value: Any) -> str:

@@ -124,3 +124,20 @@ def test_verify_and_repair_look_at_it(tmp_path: Path) -> None:
     log.flush()
     (run,) = rows(made.url, "select * from runs")
     assert run["captured"] == 7 and verify(made.url).ok
+
+
+def test_a_log_that_is_made_while_it_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake_store = make_lake(tmp_path, lengths=[10]).lake.store
+    first = catalog.open_table
+
+    def too_early(store: object, name: str) -> catalog.TableState:
+        monkeypatch.setattr(catalog, "open_table", first)
+        try:
+            return first(store, name)  # type: ignore[arg-type]
+        finally:
+            catalog.ensure_table(lake_store, runlog.TABLE)
+
+    monkeypatch.setattr(catalog, "open_table", too_early)
+    assert runlog.open_runs(lake_store) is not None

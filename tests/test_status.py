@@ -133,7 +133,6 @@ def test_idle_time_is_not_averaged_in(
     staging, pause = tmp_path / "staging", 2.5
     staging.mkdir()
     monkeypatch.setattr("hslake.status.work.GAP_S", 1.0)
-    monkeypatch.setattr("hslake.status.work.IDLE_S", 1.0)
     begun = time.monotonic()
     with FakeServer(lake, staging) as server:
         for source in ("A1", "B3"):
@@ -147,6 +146,7 @@ def test_idle_time_is_not_averaged_in(
         done = found.committed_tokens
         assert 0.5 * tokens < done < tokens
         assert found.tokens_per_second >= done / (whole - 2 * pause)
+        monkeypatch.setattr("hslake.status.work.IDLE_S", 1.0)
         time.sleep(pause)  # shorter than from commit to commit, but most of that was a pause
         assert status(lake, servers=[server.url]).eta_seconds is None
 

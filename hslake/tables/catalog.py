@@ -40,7 +40,6 @@ _MAX_CONFLICTS = 200
 _MAX_FAILURES = 5
 _LISTINGS = 8  # of a log whose newest entry they lack
 _MOST_VERSIONS = 2**62
-LOG = deltalog.LOG
 _FIRST_ENTRY = deltalog.entry_path(0)
 
 # What a commit adds: one table, which becomes one file, or several tables made one after the other,
@@ -264,6 +263,11 @@ def ensure_table(store: Store, name: str, schema: pa.Schema | None = None) -> No
                 sync_file(path)
             for folder in (log, log.parent, log.parent.parent):
                 sync_dir(folder)
+
+
+def has_table(store: Store, name: str) -> bool:
+    """Whether the table was ever made whole."""
+    return store.exists(f"{name}/{_FIRST_ENTRY}")
 
 
 def open_table(store: Store, name: str, version: int | None = None) -> TableState:

@@ -17,7 +17,14 @@ from typer.testing import CliRunner
 from hslake.cli import app
 from tests.lakes import MadeLake, make_lake
 
-HSLAKE = [sys.executable, "-c", "from hslake.cli import main; main()"]
+# Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.
+CODE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from hslake.cli import main
+main()
+"""
+HSLAKE = [sys.executable, "-c", CODE]
 WAIT_S = 60.0
 
 
