@@ -201,6 +201,13 @@ def test_bad_rows_are_left_out_when_told_so(url: str, tmp_path: Path) -> None:
     assert report.examples[0]["detail"] == "input_ids: is empty, expected at least one token"
 
 
+def test_over_long_needs_a_length(url: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"input_ids": [1]})
+    for choice in ("split", "truncate"):
+        with pytest.raises(InvalidInput, match=f"--over-long {choice}.*give --max-length"):
+            plan_files(url, [file], "A1", over_long=choice)
+
+
 def test_a_large_commit_is_several_files(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
