@@ -196,7 +196,16 @@ def test_bad_rows_are_left_out_when_told_so(url: str, tmp_path: Path) -> None:
                  {"sample_id": "a/b", "input_ids": [2]})  # fmt: skip
     report = plan_files(url, [file], "A1", bad_rows="reject")
     assert (report.rows, report.added, report.rejected) == (4, 1, {"bad row": 3})
-    assert "row 2: input_ids: is empty" in report.examples[0]["detail"]
+    # The row is named once: `row` has it.
+    assert report.examples[0]["row"].endswith("a.jsonl: row 2")
+    assert report.examples[0]["detail"] == "input_ids: is empty, expected at least one token"
+
+
+def test_over_long_needs_a_length(url: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"input_ids": [1]})
+    for choice in ("split", "truncate"):
+        with pytest.raises(InvalidInput, match=f"--over-long {choice}.*give --max-length"):
+            plan_files(url, [file], "A1", over_long=choice)
 
 
 def test_a_large_commit_is_several_files(

@@ -179,6 +179,8 @@ def test_truncated_files(tmp_path: Path) -> None:
 def test_names(tmp_path: Path) -> None:
     with pytest.raises(Missing, match="no such file"):
         list(read_rows(str(tmp_path / "none.parquet")))
+    with pytest.raises(InvalidInput, match=r"cannot tell its format.*one JSON array: `jq -c"):
+        list(read_rows(str(tmp_path / "sharegpt.json")))
     with pytest.raises(InvalidInput, match="cannot tell its format"):
         list(read_rows(str(tmp_path / "x.txt")))
     (tmp_path / "d.parquet").mkdir()

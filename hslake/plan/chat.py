@@ -39,7 +39,8 @@ def turns(value: Any, where: str) -> list[Turn]:
             raise InvalidInput(f"{where}: its lists differ in length")
         value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
-        raise InvalidInput(f"{where}: found {type(value).__name__}, expected a list of turns")
+        found = "no turns" if isinstance(value, list | dict) and not value else type(value).__name__
+        raise InvalidInput(f"{where}: found {found}, expected a list of turns")
     return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(value, 1)]
 
 

@@ -91,6 +91,7 @@ def _open(url: str) -> Iterator[tuple[IO[bytes], str]]:
         raise InvalidInput(
             f"{url}: cannot tell its format from the name; expected an ending of "
             f"{', '.join(SUFFIXES)} (JSONL also compressed, as .jsonl.gz), or a folder"
+            + ("; one JSON array: `jq -c '.[]' FILE > FILE.jsonl`" if url.endswith(".json") else "")
         )
     packed = url.split("?", 1)[0].endswith(PACKED)
     try:

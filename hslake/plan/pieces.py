@@ -31,6 +31,8 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
             raise InvalidInput(f"--max-length: found {self.max_length}, expected at least 1")
+        if self.max_length is None and self.over_long is not OverLong.REJECT:
+            raise InvalidInput(f"--over-long {self.over_long}: of what length? give --max-length")
         if self.min_supervised is not None and self.min_supervised < 0:
             raise InvalidInput(f"--min-supervised: found {self.min_supervised}, expected 0 or more")
 

@@ -89,8 +89,10 @@ def prepare(
                     if settings.bad_rows is BadRows.FAIL:
                         raise
                     found.rejected[BAD_ROW] += 1
-                    found.example(BAD_ROW, row.where, detail=str(error))
-                    spill.note(kind=BAD_ROW, row=row.where, detail=str(error))
+                    # The error names the row, as `where` of the example and the note does.
+                    why = str(error).removeprefix(f"{row.where}: ")
+                    found.example(BAD_ROW, row.where, detail=why)
+                    spill.note(kind=BAD_ROW, row=row.where, detail=why)
         spill.flush()
     return found
 

@@ -159,13 +159,17 @@ def needs(
         told.append(f"samples wait in staging and {when}: run `hslake compact … --watch`")
     if found.name == STAGING:
         told.append("staging is too small for its servers: start them with more --max-parts")
+    if found.name == DRIVER:
+        todo = "is it still there? A run that was killed counts as live until it is silent for long"
+        told.append(f"a run says that it is live, and nothing arrives: {todo}")
     last = s.runs[0] if s.runs else None
     if s.tokens_left and not s.run_live and last is not None:
         if last.outcome is None:
             told.append("the last run was cut off: run the same `hslake extract` again")
         elif last.outcome != "complete":
-            why = f": {last.reason}" if last.reason else ""
-            told.append(f"the last run ended {last.outcome}{why}")
+            # The reason may begin with the outcome.
+            why = (last.reason or "").removeprefix(f"{last.outcome}: ")
+            told.append(f"the last run ended {last.outcome}" + (f": {why}" if why else ""))
     if refusals:
         count = sum(r.samples for r in refusals)
         what = f"{count:,} sample{'s are' if count != 1 else ' is'} refused for good"

@@ -110,6 +110,11 @@ def test_what_to_do() -> None:
     assert "compactor http://b: the store is full" in todo(replace(BUSY, compactors=[trouble]))
     ended = replace(BUSY, runs=[ENDED], captures=False, going_on=False)
     assert "ended incomplete: 3 refused" in todo(ended)
+    # As extract tells it.
+    told = replace(ENDED, reason="incomplete: 3 refused")
+    assert "ended incomplete: 3 refused" in todo(replace(ended, runs=[told]))
+    still = replace(BUSY, writers=[writer(1000, 0)], captures=False)
+    assert "says that it is live, and nothing arrives" in todo(still)
     cut = replace(ended, runs=[replace(RUN, live=False)])
     assert "run the same `hslake extract` again" in todo(cut)
     assert todo(replace(cut, tokens_left=0)) == ""
