@@ -16,6 +16,7 @@ from hslake.ids import check_sample_id, token_hash
 from hslake.plan import plan_files
 from hslake.plan.pieces import Limits, OverLong, piece_id
 from hslake.plan.spill import mask_hash, prompt_hash
+from hslake.versions import delete
 from tests.planlakes import new_lake, planned, write
 
 SLOW = settings(
@@ -228,3 +229,17 @@ def test_a_large_commit_is_several_files(
     assert plan_files(url, [write(tmp_path / "b.jsonl", *more)], "A1").added == 17
     assert verify(url).ok  # the log, file by file, too
     assert query.run(url, "select count(*) n from plan").to_pylist() == [{"n": 67}]
+
+
+@pytest.mark.parametrize("size", [None, 10])
+def test_what_was_deleted_stays_away_under_any_bounds(
+    url: str, tmp_path: Path, size: int | None
+) -> None:
+    other = {"sample_id": "y", "input_ids": [7]}
+    file = write(tmp_path / "a.jsonl", {"sample_id": "x", "input_ids": list(range(1, 31))}, other)
+    plan_files(url, [file], "A1", max_length=size, over_long="split")
+    delete(url, "sample_id <> 'y'")
+    for again in (None, 10, 7):
+        done = plan_files(url, [file], "A1", max_length=again, over_long="split")
+        assert done.added == 0 and done.deleted and set(planned(url)) == {"y"}
+    assert plan_files(url, [file], "A1", max_length=7, over_long="split", again=True).added == 5

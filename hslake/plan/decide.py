@@ -118,6 +118,7 @@ class Decision(AbstractContextManager["Decision"]):
         make("heads", decisions.NAMED)
         self._refuse_twice()
         make("kept", decisions.KEPT)
+        make("gone", decisions.GONE)
         make("compared", decisions.COMPARED.format(again=self._rules.again))
         self._refuse_changed()
         make("siblings", decisions.SIBLINGS)

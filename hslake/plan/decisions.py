@@ -47,12 +47,34 @@ KEPT = """
     qualify row_number() over (partition by sample_id order by n) = 1
 """
 
+# Rows of which the tokens were deleted from the lake, under whatever id: whole, or as pieces.
+GONE = r"""
+    with gone as (
+        select sample_id, regexp_replace(sample_id, '@\d+-\d+$', '') as stem,
+            try_cast(regexp_extract(sample_id, '@(\d+)-(\d+)$', 1) as bigint) as first,
+            try_cast(regexp_extract(sample_id, '@(\d+)-(\d+)$', 2) as bigint) as past
+        from tombstones where generation is null
+    ), incoming as (
+        select n, sample_id, origin, first, past,
+            regexp_replace(sample_id, '@\d+-\d+$', '') as stem
+        from kept
+    )
+    select n from incoming semi join gone using (sample_id)
+    union
+    select h.n from incoming h join gone g on g.sample_id = h.origin
+    union
+    select h.n from incoming h join gone g on g.stem = h.stem
+    where h.origin is not null and g.first < h.past and h.first < g.past
+    union
+    select h.n from incoming h join gone g on g.stem = h.sample_id
+    where h.origin is null
+"""
+
 # `state`: new, deleted, unchanged, replaced (a new generation) or changed (an error).
 COMPARED = """
     select h.*, p.generation as planned_generation, p.split as planned_split,
         case
-            when p.sample_id is null and t.sample_id is not null and t.generation is null
-                and not {again} then 'deleted'
+            when p.sample_id is null and g.n is not null and not {again} then 'deleted'
             when p.sample_id is null then 'new'
             when h.source <> p.source or coalesce(h.split <> p.split, false) then 'changed'
             when h.token_hash = p.token_hash and h.mask_hash = p.mask_hash then 'unchanged'
@@ -64,7 +86,7 @@ COMPARED = """
         end as state
     from kept h
     left join planned p on p.sample_id = h.sample_id
-    left join tombstones t on t.sample_id = h.sample_id
+    left join gone g on g.n = h.n
 """
 
 CHANGED = """
