@@ -15,7 +15,7 @@ from hslake.store import Store
 
 log = logging.getLogger("hslake.extract")
 
-_EVERY_S = 300.0
+_FIRST_S, _EVERY_S = 15.0, 60.0  # soon at first: who has just begun a run looks at it
 _LAST_S = 30.0  # for the last words of a run
 
 Standing = Callable[[], tuple[Figures, Sequence[Mapping[str, Any]]]]
@@ -31,7 +31,7 @@ class RunNotes:
         self._ticker: asyncio.Task[None] | None = None
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """The run begins; from now on its figures are told every five minutes."""
+        """The run begins; from now on its figures are told every minute."""
         self.log.start(options, self._standing()[0])
         self._ticker = asyncio.create_task(self._tick())
 
@@ -67,7 +67,9 @@ class RunNotes:
 
     async def _tick(self) -> None:
         await self.flush()
+        pause = _FIRST_S
         while True:
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(pause)
+            pause = min(_EVERY_S, 2 * pause)
             self.log.progress(*self._standing())
             await self.flush()

@@ -73,7 +73,7 @@ class Slot:
         self._cursors: dict[str, int] = {}
         self._held: list[_Held] = []
         self._flying = 0  # tokens of all flights
-        self._strikes = 0
+        self._strikes, self._missed = 0, False
         self._aside = driver.limits.backoff
         self._delay = driver.limits.poll_min
 
@@ -136,6 +136,9 @@ class Slot:
             self._absorb(status)
         if problem:
             self.reason = problem if url in problem else f"{url}: {problem}"
+            if not self.outages and not self._missed:
+                self._missed = True
+                log.warning("not used until it can work: %s", self.reason)
             # The wait is fixed: a wake-up is about work, and this server can do none.
             await asyncio.sleep(self._aside)
             self._aside = min(_ASIDE_MAX_S, self._aside * 2)

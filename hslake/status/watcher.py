@@ -99,7 +99,8 @@ class Watcher:
         live = any(run.live for run in found)
         left = sum(r.planned_tokens - r.committed_tokens for r in coverage)
         done = work.best(self._mirror, now, live)
-        going_on = live or captures or (done is not None and done.going_on)
+        worked = work.goes_on(done, found, now)
+        going_on = live or captures or worked
         going_on = going_on and (not told or any(w.alive for w in writers))
         pace = _pace(done, going_on, left, found, told)
         scene = Scene(
@@ -108,7 +109,7 @@ class Watcher:
             servers=[self._server(t) for t in told if not t.local],
             writers=writers,
             compactors=_compactors(told),
-            going_on=done is not None and done.going_on,
+            going_on=worked,
             told=bool(told),
             captures=captures,
             commit_age=self._commit_age(now),

@@ -10,7 +10,7 @@ from hslake.status.mirror import Mirror
 from hslake.status.report import RunState
 
 RECENT = timedelta(hours=7)  # that rates look back
-SILENT_S = 660.0  # a run that says nothing for twice its habit (extract's is 300 s) is not live
+SILENT_S = 150.0  # a run that says nothing for twice its habit (extract's is 60 s) is not live
 GAP_S = 30.0  # without a capture or a commit: no time of work
 IDLE_S = 60.0  # without a commit, at least, before nothing is taken to be going on
 _SHOWN = 5  # live runs
@@ -65,6 +65,17 @@ def _run(row: dict[str, Any], now: datetime) -> RunState:
         seconds=row["seconds"] or 0.0,
         tokens_per_second=row["tokens_per_second"],
     )
+
+
+def goes_on(done: Work | None, found: list[RunState], now: datetime) -> bool:
+    """Whether work goes on, as far as `done` tells; what came before the end of the last run is of
+    a run that is over."""
+    if done is None or not done.going_on:
+        return False
+    last = found[0] if found else None
+    if last is None or last.live or last.outcome is None:
+        return True
+    return done.since < (now - last.last_seen_at).total_seconds()
 
 
 def best(mirror: Mirror, now: datetime, live: bool) -> Work | None:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from hslake.errors import CheckFailed, InvalidInput, Missing
-from hslake.extract import extract
+from hslake.extract import ExtractOptions, extract
 from hslake.ids import RequestId
 from tests.extract.world import FAST, World, wait_until
 
@@ -44,6 +44,17 @@ def test_a_dead_server_is_set_aside_and_comes_back(world: World) -> None:
         # The new process shows what the old one left: nothing is asked for twice.
         assert report.complete and report.captured == report.waiting == 60
     world.check_lake()
+
+
+def test_a_server_that_never_answers_is_told_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world.serve(part_tokens=8192, delay=0.05) as server:
+        nobody = "http://127.0.0.1:9"
+        report = extract(world.url, [server.url, nobody], ExtractOptions(limits=FAST))
+    assert report.complete
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("not used until")]
+    assert len(told) == 1 and nobody in told[0]
 
 
 def test_the_other_server_takes_over(world: World) -> None:

@@ -20,7 +20,7 @@ from hslake.extract import ExtractOptions, extract
 from hslake.extract.drive import Limits
 from hslake.plan import plan_files
 from hslake.preflight import preflight
-from hslake.runlog import TABLE, RunLog
+from hslake.runlog import TABLE, Figures, RunLog
 from hslake.schemas import arrow_schema
 from hslake.server import Server
 from hslake.status import StatusReport, Watcher, status
@@ -118,6 +118,28 @@ def test_a_run_that_ended_or_fell_silent_has_no_time_left(lake: str) -> None:
     assert ended.runs[0].outcome == "incomplete" and ended.eta_seconds is None
     assert any("ended incomplete: 2 refused" in text for text in ended.needs)
     assert "STOPPED" in screen(ended)
+
+
+def test_commits_of_a_run_that_is_over_are_no_work_that_goes_on(
+    lake: str, tmp_path: Path, server: FakeServer
+) -> None:
+    def run(compacted: bool) -> StatusReport:
+        """The last word of a run comes after the compactor, or before it."""
+        log = RunLog(open_store(lake))
+        extract(lake, [server.url], ExtractOptions(limit=8))
+        if compacted:
+            compact(lake, [tmp_path / "staging"])
+            log.end("incomplete", "done", Figures())
+            log.flush()
+        else:
+            log.end("incomplete", "done", Figures())
+            log.flush()
+            compact(lake, [tmp_path / "staging"])
+        return status(lake)
+
+    assert run(compacted=False).eta_seconds is not None  # the compactor is at it
+    found = run(compacted=True)
+    assert found.eta_seconds is None and found.bottleneck.name == NOBODY
 
 
 def test_what_is_refused_counts_until_it_is_allowed_or_there(
