@@ -1,7 +1,5 @@
 """Canaries on their way: who asks for log-probs, what is recorded, and what a refusal costs."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,10 +70,6 @@ def send(
 
 
 NAMES = [f"s{i}" for i in range(1000)]
-
-
-def test_it_is_imported_by_itself() -> None:
-    subprocess.run([sys.executable, "-c", "import hslake.canary"], check=True, timeout=120)
 
 
 def test_the_first_of_a_server_and_every_hundredth() -> None:

@@ -237,9 +237,13 @@ def test_what_was_deleted_stays_away_under_any_bounds(
 ) -> None:
     other = {"sample_id": "y", "input_ids": [7]}
     file = write(tmp_path / "a.jsonl", {"sample_id": "x", "input_ids": list(range(1, 31))}, other)
-    plan_files(url, [file], "A1", max_length=size, over_long="split")
+
+    def bounds(size: int | None) -> dict[str, Any]:
+        return {"max_length": size, "over_long": "split"} if size else {}
+
+    plan_files(url, [file], "A1", **bounds(size))
     delete(url, "sample_id <> 'y'")
     for again in (None, 10, 7):
-        done = plan_files(url, [file], "A1", max_length=again, over_long="split")
+        done = plan_files(url, [file], "A1", **bounds(again))
         assert done.added == 0 and done.deleted and set(planned(url)) == {"y"}
     assert plan_files(url, [file], "A1", max_length=7, over_long="split", again=True).added == 5
